@@ -1,0 +1,9 @@
+"""Differentiable operations of equivariant graph networks (lmax = mmax = 2), with Triton kernels and plain references.
+
+Nothing here knows fairchem. Import operations from their own files, which is where they are documented::
+
+    from ase_fastuma.kernels.edge import gather_rotate_scale, rotate_back_sum, sorted_edges
+    from ase_fastuma.kernels.gate import gate
+    from ase_fastuma.kernels.linear import block_linear, block_weights
+    from ase_fastuma.kernels.neighbours import neighbour_list
+"""

@@ -1,0 +1,244 @@
+"""The whole edge convolution of one layer, as one differentiable operation.
+
+    x, edges -> gather, rotate, scale -> SO(2) linear -> gate -> SO(2) linear -> rotate back, weight, sum
+
+What flows between the steps is stored as matrix-product operands (:mod:`.operand`): the kernels around the products
+scale and split as they write, so the products read half-precision tiles and nothing is converted twice. Saved for the
+backward pass are the node features and, if there is room, the first linear's output; the rest is computed again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .edge import (
+    EdgeList,
+    gather_rotate_scale_backward,
+    gather_rotate_scale_forward,
+    rotate_back_sum_backward,
+    rotate_back_sum_forward,
+)
+from .gate import gate_backward, gate_forward
+from .layout import M_BLOCKS, NUM_COEFFICIENTS, NUM_GATES, NUM_RADIAL
+from .linear import BlockWeights, block_matmul
+from .radial import Radial
+
+
+class Chunk(NamedTuple):
+    """The edges into a range of atoms, a contiguous part of all edges: [first, last)."""
+
+    first: int
+    last: int
+    edges: EdgeList
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What the edges of one evaluation share over all layers.
+
+    Attributes:
+        vectors: edge vectors [E, 3] in A.
+        distances: their lengths [E].
+        pair: index of each edge's pair of elements [E].
+        weight, weight_slope: the envelope [E] and its derivative (1/A).
+        source, target: atoms of each edge [E].
+        chunks: the edges in parts that are worked on one after another.
+        keep: keep the first linear's outputs for the backward pass instead of computing them again.
+    """
+
+    vectors: Tensor
+    distances: Tensor
+    pair: Tensor
+    weight: Tensor
+    weight_slope: Tensor
+    source: Tensor
+    target: Tensor
+    chunks: tuple[Chunk, ...]
+    keep: bool
+    cutoff: float
+    num_nodes: int
+
+
+@dataclass(frozen=True)
+class ConvolutionWeights:
+    """Weights of one layer's convolution, for C sphere channels and H hidden channels.
+
+    Attributes:
+        kind: operand kind of every product.
+        radial: the radial network; radial_out: its last linear, B -> 6 * 2C.
+        first: first SO(2) linear, (3, 4, 2) * 2C -> (2 + 3, 4, 2) * H; second: (3, 4, 2) * H -> (3, 4, 2) * C.
+        channels: C; hidden: H.
+    """
+
+    kind: str
+    radial: Radial
+    radial_out: BlockWeights
+    first: BlockWeights
+    second: BlockWeights
+    channels: int
+    hidden: int
+
+
+class _Part:
+    """One chunk's slices of the shared geometry, and its radial weights."""
+
+    def __init__(self, geometry: Geometry, chunk: Chunk) -> None:
+        rows = slice(chunk.first, chunk.last)
+        self.edges = chunk.edges
+        self.vectors, self.distances = geometry.vectors[rows], geometry.distances[rows]
+        self.pair, self.weight = geometry.pair[rows], geometry.weight[rows]
+        self.weight_slope = geometry.weight_slope[rows]
+
+    def radial(self, radial: Radial, out: BlockWeights, kind: str, with_slope: bool) -> tuple[Tensor, Tensor | None]:
+        hidden, slope = radial.hidden(self.distances, self.pair, kind, with_slope)
+        return block_matmul(hidden, out), None if slope is None else block_matmul(slope, out, biased=False)
+
+
+def _first_linear(x: Tensor, part: _Part, radial: Tensor, w: ConvolutionWeights) -> Tensor:
+    shaped = radial.view(-1, NUM_RADIAL, 2 * w.channels)
+    return block_matmul(gather_rotate_scale_forward(x, part.vectors, shaped, part.edges, w.kind), w.first)
+
+
+class _EdgeConvolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, vectors, geometry, w):
+        x = x.contiguous()
+        sums, kept = [], []
+        for chunk in geometry.chunks:
+            part = _Part(geometry, chunk)
+            radial, _ = part.radial(w.radial, w.radial_out, w.kind, False)
+            first = _first_linear(x, part, radial, w)
+            z = block_matmul(gate_forward(first, w.hidden, w.kind), w.second).view(-1, NUM_COEFFICIENTS, w.channels)
+            sums.append(rotate_back_sum_forward(z, part.vectors, part.weight, part.edges))
+            kept.append(first if geometry.keep else None)
+        ctx.save_for_backward(x, vectors, *(t for t in kept if t is not None))
+        ctx.geometry, ctx.weights = geometry, w
+        return sums[0] if len(sums) == 1 else torch.cat(sums)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, vectors, *kept = ctx.saved_tensors
+        geometry, w = ctx.geometry, ctx.weights
+        if torch.is_grad_enabled():
+            return (*_differentiable_gradient(edge_convolution_reference, x, vectors, geometry, w, grad), None, None)
+        grad = grad.contiguous()
+        whole = len(geometry.chunks) == 1
+        grad_x = x.new_empty(2, *x.shape) if whole else x.new_zeros(2, *x.shape)
+        grad_vectors = torch.empty_like(geometry.vectors)
+        for i, chunk in enumerate(geometry.chunks):
+            part = _Part(geometry, chunk)
+            radial, slope = part.radial(w.radial, w.radial_out, w.kind, True)
+            first = kept[i] if kept else _first_linear(x, part, radial, w)
+            z = block_matmul(gate_forward(first, w.hidden, w.kind), w.second).view(-1, NUM_COEFFICIENTS, w.channels)
+            grad_z, out_vectors, _ = rotate_back_sum_backward(
+                grad, z, part.vectors, part.weight, part.edges, w.kind, part.weight_slope
+            )
+            del z
+            grad_gated = block_matmul(grad_z, w.second, transposed=True)
+            del grad_z
+            grad_first = gate_backward(grad_gated, first, w.hidden, w.kind)
+            del grad_gated, first
+            grad_pair = block_matmul(grad_first, w.first, transposed=True)
+            del grad_first
+            shape = (-1, NUM_RADIAL, 2 * w.channels)
+            in_vectors, _ = gather_rotate_scale_backward(
+                grad_pair, x, part.vectors, radial.view(shape), slope.view(shape), part.edges, grad_x
+            )
+            torch.add(in_vectors, out_vectors, out=grad_vectors[chunk.first : chunk.last])
+        return grad_x[0] + grad_x[1], grad_vectors, None, None
+
+
+class _EdgeDegree(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, vectors, geometry, radial, out, kind):
+        ctx.save_for_backward(vectors)
+        ctx.constants = (geometry, radial, out, kind)
+        sums = []
+        for chunk in geometry.chunks:
+            part = _Part(geometry, chunk)
+            z = part.radial(radial, out, kind, False)[0]
+            sums.append(
+                rotate_back_sum_forward(z.view(z.shape[0], M_BLOCKS[0], -1), part.vectors, part.weight, part.edges)
+            )
+        return sums[0] if len(sums) == 1 else torch.cat(sums)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (vectors,) = ctx.saved_tensors
+        geometry, radial, out, kind = ctx.constants
+        if torch.is_grad_enabled():
+            with torch.enable_grad():
+                found = torch.autograd.grad(
+                    edge_degree_reference(vectors, geometry, radial, out), vectors, grad, create_graph=True
+                )
+            return (*found, None, None, None, None)
+        grad = grad.contiguous()
+        grad_vectors = torch.empty_like(geometry.vectors)
+        for chunk in geometry.chunks:
+            part = _Part(geometry, chunk)
+            z, slope = (t.view(t.shape[0], M_BLOCKS[0], -1) for t in part.radial(radial, out, kind, True))
+            _, found, _ = rotate_back_sum_backward(
+                grad, z, part.vectors, part.weight, part.edges, kind, part.weight_slope, slope
+            )
+            grad_vectors[chunk.first : chunk.last] = found
+        return grad_vectors, None, None, None, None
+
+
+def _differentiable_gradient(function, x, vectors, geometry, w, grad):
+    with torch.enable_grad():
+        inputs = [t for t in (x, vectors) if t.requires_grad]
+        found = iter(torch.autograd.grad(function(x, vectors, geometry, w), inputs, grad, create_graph=True))
+    return tuple(next(found) if t.requires_grad else None for t in (x, vectors))
+
+
+def edge_convolution(x: Tensor, vectors: Tensor, geometry: Geometry, weights: ConvolutionWeights) -> Tensor:
+    """The edge convolution of one layer, through the kernels.
+
+    Args:
+        x: node features [N, 9, C], l-major, float32 ("double" weights: float64).
+        vectors: edge vectors [E, 3], the values of ``geometry.vectors``; the gradient goes here.
+        geometry: what depends on the edges alone.
+        weights: the layer's weights.
+
+    Returns:
+        [N, 9, C]. Second derivatives go through :func:`edge_convolution_reference`.
+    """
+    return _EdgeConvolution.apply(x, vectors, geometry, weights)
+
+
+def edge_degree(vectors: Tensor, geometry: Geometry, radial: Radial, out: BlockWeights, kind: str) -> Tensor:
+    """The edge-degree embedding [N, 9, C]: radial m = 0 messages, rotated back, weighted and summed."""
+    return _EdgeDegree.apply(vectors, geometry, radial, out, kind)
+
+
+def edge_convolution_reference(x: Tensor, vectors: Tensor, geometry: Geometry, w: ConvolutionWeights) -> Tensor:
+    """:func:`edge_convolution` in plain PyTorch, differentiable twice."""
+    distances = vectors.norm(dim=1)
+    hidden = reference.radial_network(distances, w.radial.pair_bias, geometry.pair, w.radial.layers)
+    radial = reference.block_linear(hidden, list(w.radial_out.matrices), w.radial_out.bias)
+    pair = reference.gather_rotate_scale(
+        x, vectors, radial.view(-1, NUM_RADIAL, 2 * w.channels), geometry.source, geometry.target
+    )
+    first = reference.block_linear(pair.flatten(1), list(w.first.matrices), w.first.bias)
+    gated = reference.gate(first.view(-1, NUM_GATES + NUM_COEFFICIENTS, w.hidden))
+    z = reference.block_linear(gated.flatten(1), list(w.second.matrices), w.second.bias)
+    weight = reference.envelope(distances, geometry.cutoff)
+    return reference.rotate_back_sum(
+        z.view(-1, NUM_COEFFICIENTS, w.channels), vectors, weight, geometry.target, geometry.num_nodes
+    )
+
+
+def edge_degree_reference(vectors: Tensor, geometry: Geometry, radial: Radial, out: BlockWeights) -> Tensor:
+    """:func:`edge_degree` in plain PyTorch, differentiable twice."""
+    distances = vectors.norm(dim=1)
+    hidden = reference.radial_network(distances, radial.pair_bias, geometry.pair, radial.layers)
+    z = reference.block_linear(hidden, list(out.matrices), out.bias)
+    weight = reference.envelope(distances, geometry.cutoff)
+    return reference.rotate_back_sum(
+        z.view(z.shape[0], M_BLOCKS[0], -1), vectors, weight, geometry.target, geometry.num_nodes
+    )

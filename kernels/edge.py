@@ -1,0 +1,678 @@
+"""Between atoms and edges: gather, rotate and scale; rotate back, weight and sum.
+
+Formulas (:func:`.reference.gather_rotate_scale`, :func:`.reference.rotate_back_sum`), with D the rotation into the edge
+frame, r the radial weights, w the envelope::
+
+    y[e] = r[e] * D[e] (x[source], x[target])           [E, 9, 2C]
+    o[i] = sum over edges e into i of w[e] D[e]^T z[e]  [N, 9, C]
+
+No rotation matrix is stored and no gradient of one is taken. The energy does not depend on the roll about an edge, so
+its gradient with respect to the edge vector is a torque over the length, ``R^T (e x tau) / d``, plus the part along the
+edge, which comes from what depends on the length. The vector gradients of these operations are therefore right only
+under a function that does not depend on the roll, as every use in an equivariant network is.
+
+Sums into atoms run over edges in a fixed order, by one program an atom: no atomics, bitwise repeatable. The backward of
+the first operation needs no [E, 9, 2C] gradient of the gathered features either: an atom's program walks the edges into
+it, then those out of it, with the atom's own features in registers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import reference
+from ._check import check_edges, check_shape
+from ._device import (
+    frame,
+    load_l_major,
+    load_m_major,
+    load_vectors,
+    max_abs,
+    power_of_two_scale,
+    rotate,
+    rotate_back,
+    store_m_major,
+    store_sums,
+    store_value,
+    store_vector_gradient,
+    torque,
+)
+from ._launch import edge_tile, runs_kernels
+from .layout import M_BLOCKS, NUM_COEFFICIENTS, NUM_RADIAL
+from .operand import SPLIT_OF_KIND, Operand, empty_operand
+
+
+class EdgeList(NamedTuple):
+    """Edges into a range of consecutive atoms, sorted by target, and the same edges by source.
+
+    Attributes:
+        source, target: atoms of each edge [E], integer.
+        first_target: the range's first atom.
+        target_start: first edge into each atom of the range [T + 1].
+        by_source: edges in the order of their source atoms [E].
+        source_nodes: the atoms whose outgoing edges these are [S].
+        source_start: first entry of ``by_source`` of each of them [S + 1].
+        num_nodes: number of atoms N in all.
+    """
+
+    source: Tensor
+    target: Tensor
+    first_target: int
+    target_start: Tensor
+    by_source: Tensor
+    source_nodes: Tensor
+    source_start: Tensor
+    num_nodes: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether these are all edges of all atoms."""
+        return self.target_start.shape[0] == self.num_nodes + 1
+
+
+def sorted_edges(source: Tensor, target: Tensor, num_nodes: int) -> EdgeList:
+    """Index edges that are sorted by target for the sums in both directions.
+
+    Args:
+        source, target: atoms of each edge [E]; ``target`` must not decrease.
+        num_nodes: number of atoms N.
+    """
+    starts = torch.searchsorted(target, torch.arange(num_nodes + 1, device=source.device, dtype=target.dtype))
+    by_source = torch.argsort(source, stable=True)
+    nodes = torch.arange(num_nodes, device=source.device, dtype=source.dtype)
+    source_start = torch.searchsorted(source[by_source], torch.arange(num_nodes + 1, device=source.device).to(source))
+    return EdgeList(source, target, 0, starts, by_source, nodes, source_start, num_nodes)
+
+
+# --------------------------------------------------------------------------------------------- gather, rotate, scale
+
+
+@triton.jit
+def _gather_rotate_scale_kernel(
+    x,
+    vectors,
+    radial,
+    source,
+    target,
+    high,
+    low,
+    unscale,
+    num_edges,
+    C: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """y = r * D (x[source], x[target]) for a tile of edges, all channels, so that a row's scale is known at once."""
+    edges = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)[:, None]
+    channels = tl.arange(0, BLOCK_C)[None, :]
+    m_e = edges < num_edges
+    mask = m_e & (channels < C)
+    ux, uy, uz, _ = load_vectors(vectors, edges, m_e)
+    c, s, a, b = frame(ux, uy, uz)
+    r_at = radial + edges * (6 * 2 * C) + channels
+    o_at = edges * (9 * 2 * C) + channels
+
+    node = tl.load(source + edges, mask=m_e, other=0).to(tl.int64)
+    x0, x1, x2, x3, x4, x5, x6, x7, x8 = load_l_major(x + node * (9 * C) + channels, C, mask)
+    x0, x1, x2, x3, x4, x5, x6, x7, x8 = rotate(x0, x1, x2, x3, x4, x5, x6, x7, x8, c, s, a, b)
+    x0 *= tl.load(r_at, mask=mask, other=0.0)
+    x2 *= tl.load(r_at + 2 * C, mask=mask, other=0.0)
+    x6 *= tl.load(r_at + 4 * C, mask=mask, other=0.0)
+    r = tl.load(r_at + 6 * C, mask=mask, other=0.0)
+    x1 *= r
+    x3 *= r
+    r = tl.load(r_at + 8 * C, mask=mask, other=0.0)
+    x5 *= r
+    x7 *= r
+    r = tl.load(r_at + 10 * C, mask=mask, other=0.0)
+    x4 *= r
+    x8 *= r
+
+    r_at += C
+    node = tl.load(target + edges, mask=m_e, other=0).to(tl.int64)
+    y0, y1, y2, y3, y4, y5, y6, y7, y8 = load_l_major(x + node * (9 * C) + channels, C, mask)
+    y0, y1, y2, y3, y4, y5, y6, y7, y8 = rotate(y0, y1, y2, y3, y4, y5, y6, y7, y8, c, s, a, b)
+    y0 *= tl.load(r_at, mask=mask, other=0.0)
+    y2 *= tl.load(r_at + 2 * C, mask=mask, other=0.0)
+    y6 *= tl.load(r_at + 4 * C, mask=mask, other=0.0)
+    r = tl.load(r_at + 6 * C, mask=mask, other=0.0)
+    y1 *= r
+    y3 *= r
+    r = tl.load(r_at + 8 * C, mask=mask, other=0.0)
+    y5 *= r
+    y7 *= r
+    r = tl.load(r_at + 10 * C, mask=mask, other=0.0)
+    y4 *= r
+    y8 *= r
+
+    scale = 1.0
+    if SPLIT > 0:
+        largest = tl.maximum(
+            max_abs(x0, x1, x2, x3, x4, x5, x6, x7, x8), max_abs(y0, y1, y2, y3, y4, y5, y6, y7, y8)
+        )
+        scale, inverse = power_of_two_scale(largest)
+        tl.store(unscale + edges, inverse, mask=m_e)
+    store_m_major(high, low, o_at, 2 * C, mask, scale, x0, x1, x2, x3, x4, x5, x6, x7, x8, SPLIT)
+    store_m_major(high, low, o_at + C, 2 * C, mask, scale, y0, y1, y2, y3, y4, y5, y6, y7, y8, SPLIT)
+
+
+@triton.jit
+def _radial_product(r0, r1, r2, r3, r4, r5, x0, x1, x2, x3, x4, x5, x6, x7, x8):
+    """Sum over coefficients of r * x, for l-major x and six radial weights."""
+    return r0 * x0 + r1 * x2 + r2 * x6 + r3 * (x1 + x3) + r4 * (x5 + x7) + r5 * (x4 + x8)
+
+
+@triton.jit
+def _gather_rotate_scale_backward_kernel(
+    grad,
+    x,
+    vectors,
+    radial,
+    radial_slope,
+    first_target,
+    num_targets,
+    target_start,
+    by_source,
+    source_nodes,
+    num_sources,
+    source_start,
+    grad_x,
+    grad_vectors,
+    grad_radial,
+    num_nodes,
+    num_edges,
+    C: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    CHAIN: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """One atom at one end of its edges. With g the gradient of y and h the atom's features in the edge frame::
+
+        grad_x[end, i] (+)= sum over its edges of D^T (r g)
+        tau = sum over channels of (r g) . J h;  along the edge: sum of g h dr/dd (CHAIN), else grad_radial = g h
+    """
+    i_segment = tl.program_id(0)
+    i_end = tl.program_id(1)  # 0: edges out of the atom, channels [0, C); 1: edges into it, channels [C, 2C)
+    if i_end == 1:
+        if i_segment >= num_targets:
+            return
+        i_node = (first_target + i_segment).to(tl.int64)
+        first = tl.load(target_start + i_segment).to(tl.int32)
+        last = tl.load(target_start + i_segment + 1).to(tl.int32)
+    else:
+        if i_segment >= num_sources:
+            return
+        i_node = tl.load(source_nodes + i_segment).to(tl.int64)
+        first = tl.load(source_start + i_segment).to(tl.int32)
+        last = tl.load(source_start + i_segment + 1).to(tl.int32)
+    channels = tl.arange(0, BLOCK_C)[None, :]
+    m_c = channels < C
+    h0, h1, h2, h3, h4, h5, h6, h7, h8 = load_l_major(x + i_node * (9 * C) + channels, C, m_c)
+    zero = tl.zeros([BLOCK_E, BLOCK_C], dtype=x.dtype.element_ty)
+    a0, a1, a2, a3, a4, a5, a6, a7, a8 = zero, zero, zero, zero, zero, zero, zero, zero, zero
+    for k in range(first, last, BLOCK_E):
+        entries = k + tl.arange(0, BLOCK_E)[:, None]
+        m_e = entries < last
+        edges = tl.where(i_end == 0, tl.load(by_source + entries, mask=m_e, other=0), entries).to(tl.int64)
+        mask = m_e & m_c
+        ux, uy, uz, length = load_vectors(vectors, edges, m_e)
+        c, s, a, b = frame(ux, uy, uz)
+        y0, y1, y2, y3, y4, y5, y6, y7, y8 = rotate(h0, h1, h2, h3, h4, h5, h6, h7, h8, c, s, a, b)
+        at = grad + edges * (9 * 2 * C) + i_end * C + channels
+        g0, g1, g2, g3, g4, g5, g6, g7, g8 = load_m_major(at, 2 * C, mask)
+        r_offset = edges * (6 * 2 * C) + i_end * C + channels
+        if CHAIN:
+            r_at = radial_slope + r_offset
+            slope = _radial_product(
+                tl.load(r_at, mask=mask, other=0.0),
+                tl.load(r_at + 2 * C, mask=mask, other=0.0),
+                tl.load(r_at + 4 * C, mask=mask, other=0.0),
+                tl.load(r_at + 6 * C, mask=mask, other=0.0),
+                tl.load(r_at + 8 * C, mask=mask, other=0.0),
+                tl.load(r_at + 10 * C, mask=mask, other=0.0),
+                g0 * y0,
+                g1 * y1,
+                g2 * y2,
+                g3 * y3,
+                g4 * y4,
+                g5 * y5,
+                g6 * y6,
+                g7 * y7,
+                g8 * y8,
+            )
+            along = tl.sum(slope, axis=1)[:, None]
+        else:
+            r_at = grad_radial + r_offset
+            tl.store(r_at, g0 * y0, mask=mask)
+            tl.store(r_at + 2 * C, g2 * y2, mask=mask)
+            tl.store(r_at + 4 * C, g6 * y6, mask=mask)
+            tl.store(r_at + 6 * C, g1 * y1 + g3 * y3, mask=mask)
+            tl.store(r_at + 8 * C, g5 * y5 + g7 * y7, mask=mask)
+            tl.store(r_at + 10 * C, g4 * y4 + g8 * y8, mask=mask)
+            along = tl.zeros([BLOCK_E, 1], dtype=x.dtype.element_ty)
+        r_at = radial + r_offset
+        g0 *= tl.load(r_at, mask=mask, other=0.0)
+        g2 *= tl.load(r_at + 2 * C, mask=mask, other=0.0)
+        g6 *= tl.load(r_at + 4 * C, mask=mask, other=0.0)
+        r = tl.load(r_at + 6 * C, mask=mask, other=0.0)
+        g1 *= r
+        g3 *= r
+        r = tl.load(r_at + 8 * C, mask=mask, other=0.0)
+        g5 *= r
+        g7 *= r
+        r = tl.load(r_at + 10 * C, mask=mask, other=0.0)
+        g4 *= r
+        g8 *= r
+        tx, tz = torque(g1, g2, g3, g4, g5, g6, g7, g8, y1, y2, y3, y4, y5, y6, y7, y8)
+        tx = tl.sum(tx, axis=1)[:, None]
+        tz = tl.sum(tz, axis=1)[:, None]
+        out = grad_vectors + i_end.to(tl.int64) * num_edges * 3
+        store_vector_gradient(out, edges, m_e, tx, tz, along, c, s, a, b, ux, uy, uz, length)
+        g0, g1, g2, g3, g4, g5, g6, g7, g8 = rotate_back(g0, g1, g2, g3, g4, g5, g6, g7, g8, c, s, a, b)
+        a0 += g0
+        a1 += g1
+        a2 += g2
+        a3 += g3
+        a4 += g4
+        a5 += g5
+        a6 += g6
+        a7 += g7
+        a8 += g8
+    at = grad_x + (i_end.to(tl.int64) * num_nodes + i_node) * (9 * C) + tl.arange(0, BLOCK_C)
+    store_sums(at, C, tl.arange(0, BLOCK_C) < C, a0, a1, a2, a3, a4, a5, a6, a7, a8, ADD)
+
+
+def gather_rotate_scale_forward(x: Tensor, vectors: Tensor, radial: Tensor, edges: EdgeList, kind: str) -> Operand:
+    """Launch the forward kernel; the result is stored as an operand [E, 9 * 2C] of the given kind."""
+    num_edges, width = vectors.shape[0], x.shape[2]
+    out = empty_operand(num_edges, NUM_COEFFICIENTS * 2 * width, kind, x.device)
+    if num_edges:
+        tile = edge_tile(width, x.element_size())
+        _gather_rotate_scale_kernel[(triton.cdiv(num_edges, tile.edges),)](
+            x,
+            vectors,
+            radial,
+            edges.source,
+            edges.target,
+            out.high,
+            out.low,
+            out.unscale,
+            num_edges,
+            C=width,
+            BLOCK_E=tile.edges,
+            BLOCK_C=tile.channels,
+            SPLIT=SPLIT_OF_KIND[kind],
+            num_warps=tile.warps,
+        )
+    return out
+
+
+def gather_rotate_scale_backward(
+    grad: Tensor,
+    x: Tensor,
+    vectors: Tensor,
+    radial: Tensor,
+    radial_slope: Tensor | None,
+    edges: EdgeList,
+    grad_x: Tensor,
+) -> tuple[Tensor, Tensor | None]:
+    """Launch the backward kernel.
+
+    Args:
+        grad: gradient of the output [E, 9 * 2C].
+        radial_slope: dr/dd [E, 6, 2C], to take the radial weights' part into the vectors' gradient; None to return
+            the radial weights' gradient instead.
+        grad_x: OUTPUT [2, N, 9, C], the gradient of x from either end of the edges. Written where ``edges`` are whole,
+            added to where they are a part.
+
+    Returns:
+        Gradients of vectors [E, 3] and of radial [E, 6, 2C] (None where ``radial_slope`` is given).
+    """
+    (num_nodes, _, width), num_edges = x.shape, vectors.shape[0]
+    grad_vectors = vectors.new_empty(2, num_edges, 3)
+    grad_radial = torch.empty_like(radial) if radial_slope is None else None
+    num_targets, num_sources = edges.target_start.shape[0] - 1, edges.source_nodes.shape[0]
+    if num_nodes:
+        tile = edge_tile(width, x.element_size())
+        _gather_rotate_scale_backward_kernel[(max(num_targets, num_sources), 2)](
+            grad,
+            x,
+            vectors,
+            radial,
+            radial_slope,
+            edges.first_target,
+            num_targets,
+            edges.target_start,
+            edges.by_source,
+            edges.source_nodes,
+            num_sources,
+            edges.source_start,
+            grad_x,
+            grad_vectors,
+            grad_radial,
+            num_nodes,
+            num_edges,
+            C=width,
+            BLOCK_E=tile.edges,
+            BLOCK_C=tile.channels,
+            CHAIN=radial_slope is not None,
+            ADD=not edges.whole,
+            num_warps=tile.warps,
+        )
+    return grad_vectors[0] + grad_vectors[1], grad_radial
+
+
+class _GatherRotateScale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, vectors, radial, edges):
+        ctx.save_for_backward(x, vectors, radial)
+        ctx.edges = edges
+        kind = "double" if x.dtype == torch.float64 else "single"
+        out = gather_rotate_scale_forward(x, vectors, radial, edges, kind)
+        return out.high.view(-1, NUM_COEFFICIENTS, 2 * x.shape[2])
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, vectors, radial = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return (*reference_gradient(_reference_gather, (x, vectors, radial), ctx.edges, grad), None)
+        grad_x = x.new_empty(2, *x.shape)
+        rest = gather_rotate_scale_backward(grad.contiguous(), x, vectors, radial, None, ctx.edges, grad_x)
+        return grad_x[0] + grad_x[1], *rest, None
+
+
+def _reference_gather(x, vectors, radial, edges):
+    return reference.gather_rotate_scale(x, vectors, radial, edges.source, edges.target)
+
+
+def reference_gradient(function, inputs, constant, grad):
+    """Gradients through a reference function that can be differentiated again (create_graph)."""
+    with torch.enable_grad():
+        wanted = [t for t in inputs if t.requires_grad]
+        out = function(*inputs, constant)
+        found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+    return tuple(next(found) if t.requires_grad else None for t in inputs)
+
+
+def gather_rotate_scale(x: Tensor, vectors: Tensor, radial: Tensor, edges: EdgeList) -> Tensor:
+    """Edge inputs of the first SO(2) linear: both ends' features in the edge frame, times the radial weights.
+
+    Args:
+        x: node features [N, 9, C], l-major, float32 or float64 (half types are computed in float32).
+        vectors: edge vectors [E, 3] in A, from target to source, none of length zero.
+        radial: radial weights [E, 6, 2C]; channels are source, then target.
+        edges: indices, from :func:`sorted_edges`.
+
+    Returns:
+        [E, 9, 2C], m-major. The gradient with respect to ``vectors`` holds under functions that do not depend on the
+        roll about the edge; second derivatives go through the reference.
+
+    Raises:
+        ValueError, TypeError: a shape, type or device does not fit.
+    """
+    check_edges(x, vectors, edges)
+    check_shape("radial", radial, (vectors.shape[0], NUM_RADIAL, 2 * x.shape[2]), x)
+    x, vectors, radial = (t.float() if t.element_size() < 4 else t for t in (x, vectors, radial))
+    if not runs_kernels(x):
+        return _reference_gather(x, vectors, radial, edges)
+    return _GatherRotateScale.apply(x.contiguous(), vectors.contiguous(), radial.contiguous(), edges)
+
+
+# ------------------------------------------------------------------------------------------------- rotate back, sum
+
+
+@triton.jit
+def _load_message(z, edges, channels, mask, C: tl.constexpr, M0: tl.constexpr):
+    """A tile of messages in l-major order, from [E, 9, C] m-major or, with M0, from [E, 3, C]."""
+    if M0:
+        at = z + edges * (3 * C) + channels
+        z0 = tl.load(at, mask=mask, other=0.0)
+        z2 = tl.load(at + C, mask=mask, other=0.0)
+        z6 = tl.load(at + 2 * C, mask=mask, other=0.0)
+        zero = tl.zeros_like(z0)
+        return z0, zero, z2, zero, zero, zero, z6, zero, zero
+    else:
+        return load_m_major(z + edges * (9 * C) + channels, C, mask)
+
+
+@triton.jit
+def _rotate_back_sum_kernel(
+    z,
+    vectors,
+    weight,
+    target_start,
+    out,
+    C: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    M0: tl.constexpr,
+):
+    """o[i] = sum over edges into i of w D^T z, one atom a program, edges in their order."""
+    i_node = tl.program_id(0).to(tl.int64)
+    channels = tl.arange(0, BLOCK_C)[None, :]
+    first = tl.load(target_start + i_node)
+    last = tl.load(target_start + i_node + 1)
+    zero = tl.zeros([BLOCK_E, BLOCK_C], dtype=out.dtype.element_ty)
+    a0, a1, a2, a3, a4, a5, a6, a7, a8 = zero, zero, zero, zero, zero, zero, zero, zero, zero
+    for k in range(first, last, BLOCK_E):
+        edges = (k + tl.arange(0, BLOCK_E)[:, None]).to(tl.int64)
+        m_e = edges < last
+        ux, uy, uz, _ = load_vectors(vectors, edges, m_e)
+        c, s, a, b = frame(ux, uy, uz)
+        w = tl.load(weight + edges, mask=m_e, other=0.0)
+        z0, z1, z2, z3, z4, z5, z6, z7, z8 = _load_message(z, edges, channels, m_e & (channels < C), C, M0)
+        z0, z1, z2, z3, z4, z5, z6, z7, z8 = rotate_back(z0, z1, z2, z3, z4, z5, z6, z7, z8, c, s, a, b)
+        a0 += w * z0
+        a1 += w * z1
+        a2 += w * z2
+        a3 += w * z3
+        a4 += w * z4
+        a5 += w * z5
+        a6 += w * z6
+        a7 += w * z7
+        a8 += w * z8
+    at = out + i_node * (9 * C) + tl.arange(0, BLOCK_C)
+    store_sums(at, C, tl.arange(0, BLOCK_C) < C, a0, a1, a2, a3, a4, a5, a6, a7, a8, False)
+
+
+@triton.jit
+def _rotate_back_sum_backward_kernel(
+    grad,
+    z,
+    z_slope,
+    vectors,
+    weight,
+    weight_slope,
+    target,
+    high,
+    low,
+    unscale,
+    grad_vectors,
+    grad_weight,
+    num_edges,
+    C: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    SPLIT: tl.constexpr,
+    M0: tl.constexpr,
+    CHAIN: tl.constexpr,
+):
+    """A tile of edges. With G = D grad[target]::
+
+        grad_z = w G;  tau = -sum over channels of w G . J z
+        along the edge: sum of G (z dw/dd + w dz/dd) (CHAIN; dz/dd with M0 alone), else grad_weight = sum of G z
+    """
+    edges = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)[:, None]
+    channels = tl.arange(0, BLOCK_C)[None, :]
+    m_e = edges < num_edges
+    mask = m_e & (channels < C)
+    ux, uy, uz, length = load_vectors(vectors, edges, m_e)
+    c, s, a, b = frame(ux, uy, uz)
+    w = tl.load(weight + edges, mask=m_e, other=0.0)
+    node = tl.load(target + edges, mask=m_e, other=0).to(tl.int64)
+    g0, g1, g2, g3, g4, g5, g6, g7, g8 = load_l_major(grad + node * (9 * C) + channels, C, mask)
+    g0, g1, g2, g3, g4, g5, g6, g7, g8 = rotate(g0, g1, g2, g3, g4, g5, g6, g7, g8, c, s, a, b)
+    z0, z1, z2, z3, z4, z5, z6, z7, z8 = _load_message(z, edges, channels, mask, C, M0)
+    product = g0 * z0 + g1 * z1 + g2 * z2 + g3 * z3 + g4 * z4 + g5 * z5 + g6 * z6 + g7 * z7 + g8 * z8
+    tx, tz = torque(z1, z2, z3, z4, z5, z6, z7, z8, g1, g2, g3, g4, g5, g6, g7, g8)
+    tx = tl.sum(tx, axis=1)[:, None] * w
+    tz = tl.sum(tz, axis=1)[:, None] * w
+    if CHAIN:
+        along = product * tl.load(weight_slope + edges, mask=m_e, other=0.0)
+        if M0:
+            at = z_slope + edges * (3 * C) + channels
+            slope = g0 * tl.load(at, mask=mask, other=0.0) + g2 * tl.load(at + C, mask=mask, other=0.0)
+            along += w * (slope + g6 * tl.load(at + 2 * C, mask=mask, other=0.0))
+        along = tl.sum(along, axis=1)[:, None]
+    else:
+        tl.store(grad_weight + edges, tl.sum(product, axis=1)[:, None], mask=m_e)
+        along = tl.zeros([BLOCK_E, 1], dtype=w.dtype)
+    store_vector_gradient(grad_vectors, edges, m_e, tx, tz, along, c, s, a, b, ux, uy, uz, length)
+    if M0:
+        if not CHAIN:
+            at = edges * (3 * C) + channels
+            store_value(high, low, at, mask, w * g0, 1.0, 0)
+            store_value(high, low, at + C, mask, w * g2, 1.0, 0)
+            store_value(high, low, at + 2 * C, mask, w * g6, 1.0, 0)
+    else:
+        scale = 1.0
+        if SPLIT > 0:
+            largest = max_abs(g0, g1, g2, g3, g4, g5, g6, g7, g8) * tl.abs(w)
+            scale, inverse = power_of_two_scale(largest)
+            tl.store(unscale + edges, inverse, mask=m_e)
+        at = edges * (9 * C) + channels
+        g0, g1, g2, g3, g4, g5, g6, g7, g8 = w * g0, w * g1, w * g2, w * g3, w * g4, w * g5, w * g6, w * g7, w * g8
+        store_m_major(high, low, at, C, mask, scale, g0, g1, g2, g3, g4, g5, g6, g7, g8, SPLIT)
+
+
+def rotate_back_sum_forward(z: Tensor, vectors: Tensor, weight: Tensor, edges: EdgeList) -> Tensor:
+    """Launch the forward kernel for messages [E, 9, C] or [E, 3, C]; sums [T, 9, C] of the edges' target range."""
+    num_targets, width = edges.target_start.shape[0] - 1, z.shape[2]
+    out = z.new_empty(num_targets, NUM_COEFFICIENTS, width)
+    if num_targets:
+        tile = edge_tile(width, z.element_size())
+        _rotate_back_sum_kernel[(num_targets,)](
+            z,
+            vectors,
+            weight,
+            edges.target_start,
+            out,
+            C=width,
+            BLOCK_E=tile.edges,
+            BLOCK_C=tile.channels,
+            M0=z.shape[1] == M_BLOCKS[0],
+            num_warps=tile.warps,
+        )
+    return out
+
+
+def rotate_back_sum_backward(
+    grad: Tensor,
+    z: Tensor,
+    vectors: Tensor,
+    weight: Tensor,
+    edges: EdgeList,
+    kind: str,
+    weight_slope: Tensor | None = None,
+    z_slope: Tensor | None = None,
+) -> tuple[Operand | None, Tensor, Tensor | None]:
+    """Launch the backward kernel.
+
+    Args:
+        grad: gradient of the sums [N, 9, C].
+        kind: storage of the messages' gradient.
+        weight_slope: dw/dd [E], to take what depends on the length into the vectors' gradient; None to return the
+            weights' gradient instead.
+        z_slope: dz/dd [E, 3, C], for m = 0 messages that are functions of the length alone (needs ``weight_slope``);
+            their own gradient is then not returned.
+
+    Returns:
+        Gradients of z (operand [E, coefficients * C]), of vectors [E, 3] and of weight [E].
+    """
+    (num_edges, coefficients, width), chain = z.shape, weight_slope is not None
+    m0 = coefficients == M_BLOCKS[0]
+    grad_z = None if m0 and chain else empty_operand(num_edges, coefficients * width, kind, z.device)
+    grad_vectors = torch.empty_like(vectors)
+    grad_weight = None if chain else torch.empty_like(weight)
+    if num_edges:
+        tile = edge_tile(width, z.element_size())
+        _rotate_back_sum_backward_kernel[(triton.cdiv(num_edges, tile.edges),)](
+            grad,
+            z,
+            z_slope,
+            vectors,
+            weight,
+            weight_slope,
+            edges.target,
+            grad_z and grad_z.high,
+            grad_z and grad_z.low,
+            grad_z and grad_z.unscale,
+            grad_vectors,
+            grad_weight,
+            num_edges,
+            C=width,
+            BLOCK_E=tile.edges,
+            BLOCK_C=tile.channels,
+            SPLIT=SPLIT_OF_KIND[kind],
+            M0=m0,
+            CHAIN=chain,
+            num_warps=tile.warps,
+        )
+    return grad_z, grad_vectors, grad_weight
+
+
+class _RotateBackSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z, vectors, weight, edges):
+        ctx.save_for_backward(z, vectors, weight)
+        ctx.edges = edges
+        return rotate_back_sum_forward(z, vectors, weight, edges)
+
+    @staticmethod
+    def backward(ctx, grad):
+        z, vectors, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return (*reference_gradient(_reference_sum, (z, vectors, weight), ctx.edges, grad), None)
+        kind = "double" if z.dtype == torch.float64 else "single"
+        grad_z, grad_vectors, grad_weight = rotate_back_sum_backward(
+            grad.contiguous(), z, vectors, weight, ctx.edges, kind
+        )
+        return grad_z.high.view_as(z), grad_vectors, grad_weight, None
+
+
+def _reference_sum(z, vectors, weight, edges):
+    return reference.rotate_back_sum(z, vectors, weight, edges.target, edges.num_nodes)
+
+
+def rotate_back_sum(z: Tensor, vectors: Tensor, weight: Tensor, edges: EdgeList) -> Tensor:
+    """Rotate edge messages back, weight them and sum them into their target atoms.
+
+    Args:
+        z: messages [E, 9, C], m-major, or [E, 3, C], the m = 0 coefficients alone; float32 or float64 (half types are
+            computed in float32).
+        vectors: edge vectors [E, 3] in A, none of length zero.
+        weight: weight of each message [E].
+        edges: indices, from :func:`sorted_edges`.
+
+    Returns:
+        [N, 9, C], l-major. The gradient with respect to ``vectors`` holds for messages that were computed in the edge
+        frame; second derivatives go through the reference.
+
+    Raises:
+        ValueError, TypeError: a shape, type or device does not fit.
+    """
+    coefficients = M_BLOCKS[0] if z.dim() == 3 and z.shape[1] == M_BLOCKS[0] else NUM_COEFFICIENTS
+    check_edges(None, vectors, edges)
+    check_shape("z", z, (vectors.shape[0], coefficients, None), vectors)
+    check_shape("weight", weight, (vectors.shape[0],), vectors)
+    z, vectors, weight = (t.float() if t.element_size() < 4 else t for t in (z, vectors, weight))
+    if not runs_kernels(z):
+        return _reference_sum(z, vectors, weight, edges)
+    return _RotateBackSum.apply(z.contiguous(), vectors.contiguous(), weight.contiguous(), edges)

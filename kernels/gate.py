@@ -1,0 +1,218 @@
+"""Gate activation between the two SO(2) linears, as one kernel forward and one backward.
+
+Formula (:func:`.reference.gate`), for gates p1, p2 and m-major values v::
+
+    y[l0] = v silu'd = v sigmoid(v);   y[l, m] = v sigmoid(p_l)        [E, 2 + 9, H] -> [E, 9, H]
+
+The input is the first linear's output as it stands, the |m| blocks one after another in each row; the output is the
+second linear's input likewise: blocks stay blocks, nothing is joined or split.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import reference
+from ._check import check_shape
+from ._device import max_abs, power_of_two_scale, store_value
+from ._launch import edge_tile, runs_kernels
+from .edge import reference_gradient
+from .layout import GATE_OF_M_MAJOR, NUM_COEFFICIENTS, NUM_GATES
+from .operand import SPLIT_OF_KIND, Operand, empty_operand
+
+# The kernels write the m-major order out: l0, l1, l2 | l1, l2, l1, l2 | l2, l2.
+assert GATE_OF_M_MAJOR == (None, 0, 1, 0, 1, 0, 1, 1, 1)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _gate_kernel(
+    x,
+    high,
+    low,
+    unscale,
+    num_edges,
+    H: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """y[l0] = v sigmoid(v); y[l, m] = v sigmoid(p_l), for a tile of edges."""
+    edges = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)[:, None]
+    channels = tl.arange(0, BLOCK_H)[None, :]
+    m_e = edges < num_edges
+    mask = m_e & (channels < H)
+    at = x + edges * (11 * H) + channels
+    p1 = _sigmoid(tl.load(at, mask=mask, other=0.0))
+    p2 = _sigmoid(tl.load(at + H, mask=mask, other=0.0))
+    v0 = tl.load(at + 2 * H, mask=mask, other=0.0)
+    y0 = v0 * _sigmoid(v0)
+    y1 = p1 * tl.load(at + 3 * H, mask=mask, other=0.0)
+    y2 = p2 * tl.load(at + 4 * H, mask=mask, other=0.0)
+    y3 = p1 * tl.load(at + 5 * H, mask=mask, other=0.0)
+    y4 = p2 * tl.load(at + 6 * H, mask=mask, other=0.0)
+    y5 = p1 * tl.load(at + 7 * H, mask=mask, other=0.0)
+    y6 = p2 * tl.load(at + 8 * H, mask=mask, other=0.0)
+    y7 = p2 * tl.load(at + 9 * H, mask=mask, other=0.0)
+    y8 = p2 * tl.load(at + 10 * H, mask=mask, other=0.0)
+    scale = 1.0
+    if SPLIT > 0:
+        scale, inverse = power_of_two_scale(max_abs(y0, y1, y2, y3, y4, y5, y6, y7, y8))
+        tl.store(unscale + edges, inverse, mask=m_e)
+    at = edges * (9 * H) + channels
+    store_value(high, low, at, mask, y0, scale, SPLIT)
+    store_value(high, low, at + H, mask, y1, scale, SPLIT)
+    store_value(high, low, at + 2 * H, mask, y2, scale, SPLIT)
+    store_value(high, low, at + 3 * H, mask, y3, scale, SPLIT)
+    store_value(high, low, at + 4 * H, mask, y4, scale, SPLIT)
+    store_value(high, low, at + 5 * H, mask, y5, scale, SPLIT)
+    store_value(high, low, at + 6 * H, mask, y6, scale, SPLIT)
+    store_value(high, low, at + 7 * H, mask, y7, scale, SPLIT)
+    store_value(high, low, at + 8 * H, mask, y8, scale, SPLIT)
+
+
+@triton.jit
+def _gate_backward_kernel(
+    grad,
+    x,
+    high,
+    low,
+    unscale,
+    num_edges,
+    H: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """d v0 = g s (1 + v (1 - s)), s = sigmoid(v); d v = g sigmoid(p); d p = sigmoid'(p) sum over m of g v."""
+    edges = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)[:, None]
+    channels = tl.arange(0, BLOCK_H)[None, :]
+    m_e = edges < num_edges
+    mask = m_e & (channels < H)
+    at = x + edges * (11 * H) + channels
+    g_at = grad + edges * (9 * H) + channels
+    p1 = _sigmoid(tl.load(at, mask=mask, other=0.0))
+    p2 = _sigmoid(tl.load(at + H, mask=mask, other=0.0))
+    v0 = tl.load(at + 2 * H, mask=mask, other=0.0)
+    s = _sigmoid(v0)
+    g0 = tl.load(g_at, mask=mask, other=0.0) * s * (1.0 + v0 * (1.0 - s))
+    g1 = tl.load(g_at + H, mask=mask, other=0.0)
+    g2 = tl.load(g_at + 2 * H, mask=mask, other=0.0)
+    g3 = tl.load(g_at + 3 * H, mask=mask, other=0.0)
+    g4 = tl.load(g_at + 4 * H, mask=mask, other=0.0)
+    g5 = tl.load(g_at + 5 * H, mask=mask, other=0.0)
+    g6 = tl.load(g_at + 6 * H, mask=mask, other=0.0)
+    g7 = tl.load(g_at + 7 * H, mask=mask, other=0.0)
+    g8 = tl.load(g_at + 8 * H, mask=mask, other=0.0)
+    q1 = g1 * tl.load(at + 3 * H, mask=mask, other=0.0)
+    q2 = g2 * tl.load(at + 4 * H, mask=mask, other=0.0)
+    q1 += g3 * tl.load(at + 5 * H, mask=mask, other=0.0)
+    q2 += g4 * tl.load(at + 6 * H, mask=mask, other=0.0)
+    q1 += g5 * tl.load(at + 7 * H, mask=mask, other=0.0)
+    q2 += g6 * tl.load(at + 8 * H, mask=mask, other=0.0)
+    q2 += g7 * tl.load(at + 9 * H, mask=mask, other=0.0)
+    q2 += g8 * tl.load(at + 10 * H, mask=mask, other=0.0)
+    q1 *= p1 * (1.0 - p1)
+    q2 *= p2 * (1.0 - p2)
+    g1, g3, g5 = g1 * p1, g3 * p1, g5 * p1
+    g2, g4, g6, g7, g8 = g2 * p2, g4 * p2, g6 * p2, g7 * p2, g8 * p2
+    scale = 1.0
+    if SPLIT > 0:
+        gates = tl.max(tl.maximum(tl.abs(q1), tl.abs(q2)), axis=1)[:, None]
+        largest = tl.maximum(gates, max_abs(g0, g1, g2, g3, g4, g5, g6, g7, g8))
+        scale, inverse = power_of_two_scale(largest)
+        tl.store(unscale + edges, inverse, mask=m_e)
+    at = edges * (11 * H) + channels
+    store_value(high, low, at, mask, q1, scale, SPLIT)
+    store_value(high, low, at + H, mask, q2, scale, SPLIT)
+    store_value(high, low, at + 2 * H, mask, g0, scale, SPLIT)
+    store_value(high, low, at + 3 * H, mask, g1, scale, SPLIT)
+    store_value(high, low, at + 4 * H, mask, g2, scale, SPLIT)
+    store_value(high, low, at + 5 * H, mask, g3, scale, SPLIT)
+    store_value(high, low, at + 6 * H, mask, g4, scale, SPLIT)
+    store_value(high, low, at + 7 * H, mask, g5, scale, SPLIT)
+    store_value(high, low, at + 8 * H, mask, g6, scale, SPLIT)
+    store_value(high, low, at + 9 * H, mask, g7, scale, SPLIT)
+    store_value(high, low, at + 10 * H, mask, g8, scale, SPLIT)
+
+
+def gate_forward(x: Tensor, width: int, kind: str) -> Operand:
+    """Launch the forward kernel on rows [E, 11 * H]; the result is an operand [E, 9 * H]."""
+    out = empty_operand(x.shape[0], NUM_COEFFICIENTS * width, kind, x.device)
+    if x.shape[0]:
+        tile = edge_tile(width, x.element_size())
+        _gate_kernel[(triton.cdiv(x.shape[0], tile.edges),)](
+            x,
+            out.high,
+            out.low,
+            out.unscale,
+            x.shape[0],
+            H=width,
+            BLOCK_E=tile.edges,
+            BLOCK_H=tile.channels,
+            SPLIT=SPLIT_OF_KIND[kind],
+            num_warps=tile.warps,
+        )
+    return out
+
+
+def gate_backward(grad: Tensor, x: Tensor, width: int, kind: str) -> Operand:
+    """Launch the backward kernel on rows [E, 9 * H] and [E, 11 * H]; the result is an operand [E, 11 * H]."""
+    out = empty_operand(x.shape[0], (NUM_GATES + NUM_COEFFICIENTS) * width, kind, x.device)
+    if x.shape[0]:
+        tile = edge_tile(width, x.element_size())
+        _gate_backward_kernel[(triton.cdiv(x.shape[0], tile.edges),)](
+            grad,
+            x,
+            out.high,
+            out.low,
+            out.unscale,
+            x.shape[0],
+            H=width,
+            BLOCK_E=tile.edges,
+            BLOCK_H=tile.channels,
+            SPLIT=SPLIT_OF_KIND[kind],
+            num_warps=tile.warps,
+        )
+    return out
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        kind = "double" if x.dtype == torch.float64 else "single"
+        return gate_forward(x.flatten(1), x.shape[2], kind).high.view(-1, NUM_COEFFICIENTS, x.shape[2])
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return reference_gradient(lambda x, _: reference.gate(x), (x,), None, grad)
+        kind = "double" if x.dtype == torch.float64 else "single"
+        return gate_backward(grad.contiguous().flatten(1), x.flatten(1), x.shape[2], kind).high.view_as(x)
+
+
+def gate(x: Tensor) -> Tensor:
+    """Gate activation: SiLU on l = 0, sigmoid of the degree's gate times l = 1 and l = 2.
+
+    Args:
+        x: [E, 2 + 9, H]: gates of l = 1 and l = 2, then the m-major coefficients; float32 or float64 (half types are
+            computed in float32).
+
+    Returns:
+        [E, 9, H], m-major. Second derivatives go through the reference.
+
+    Raises:
+        ValueError, TypeError: the shape or type does not fit.
+    """
+    check_shape("x", x, (None, NUM_GATES + NUM_COEFFICIENTS, None))
+    x = x.float() if x.element_size() < 4 else x
+    return _Gate.apply(x.contiguous()) if runs_kernels(x) else reference.gate(x)

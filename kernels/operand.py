@@ -1,0 +1,74 @@
+"""Matrix-product operands: how a matrix is stored for a product of a given precision.
+
+=========  ==========================================  ==================================================
+kind       storage                                     a product of two such operands
+=========  ==========================================  ==================================================
+"double"   float64                                     one float64 product
+"single"   float32                                     one IEEE float32 product
+"split"    two halves a number, one scale a row        hi*hi + lo*hi + hi*lo, float32 sums: error of float32
+"half"     one half a number, one scale a row          one half product, float32 sums: error of TF32
+=========  ==========================================  ==================================================
+
+Scales are exact powers of two, so splitting loses nothing but what lies below 22 (11) significant bits; the halves of a
+row can neither overflow nor lose their small entries, whatever the row's magnitude.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+KINDS = ("double", "single", "split", "half")
+SPLIT_OF_KIND = {"double": 0, "single": 0, "half": 1, "split": 2}
+"""The storage that kernels call SPLIT: 0 as it is, 1 one half, 2 two halves."""
+
+_HALF_TOP = 2048.0
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A matrix [M, K] stored for products.
+
+    Attributes:
+        kind: one of KINDS.
+        high: [M, K], float64, float32 or the leading halves.
+        low: [M, K], remainders of the leading halves ("split" alone).
+        unscale: [M, 1] float32, what the product's rows are multiplied by ("split" and "half").
+    """
+
+    kind: str
+    high: Tensor
+    low: Tensor | None = None
+    unscale: Tensor | None = None
+
+    def dense(self) -> Tensor:
+        """The stored numbers, in float32 or float64."""
+        if self.unscale is None:
+            return self.high
+        value = self.high.float() if self.low is None else self.high.float() + self.low.float()
+        return value * self.unscale
+
+
+def empty_operand(rows: int, columns: int, kind: str, device: torch.device) -> Operand:
+    """Storage for a kernel to fill. OUTPUT: every element of the result is written by the caller's kernel."""
+    if kind in ("double", "single"):
+        dtype = torch.float64 if kind == "double" else torch.float32
+        return Operand(kind, torch.empty(rows, columns, dtype=dtype, device=device))
+    high = torch.empty(rows, columns, dtype=torch.float16, device=device)
+    low = torch.empty_like(high) if kind == "split" else None
+    return Operand(kind, high, low, torch.empty(rows, 1, dtype=torch.float32, device=device))
+
+
+def to_operand(matrix: Tensor, kind: str) -> Operand:
+    """Store a matrix [M, K] for products of the given kind, with one scale for each row."""
+    if kind in ("double", "single"):
+        return Operand(kind, matrix.to(torch.float64 if kind == "double" else torch.float32).contiguous())
+    value = matrix.float()
+    largest = value.abs().amax(dim=1, keepdim=True).clamp(min=2.0**-100)
+    scale = torch.ldexp(torch.full_like(largest, 2 * _HALF_TOP), -torch.frexp(largest).exponent)
+    scaled = value * scale
+    high = scaled.half()
+    low = (scaled - high.float()).half() if kind == "split" else None
+    return Operand(kind, high, low, 1 / scale)
