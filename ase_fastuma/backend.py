@@ -1,0 +1,66 @@
+"""The interface that the fused and the general backend share, and the one place that opens them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+from weakref import WeakValueDictionary
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ase_fastuma.checkpoint import Checkpoint
+    from ase_fastuma.settings import Settings
+    from ase_fastuma.system import System
+
+
+class Backend(Protocol):
+    """Evaluates one checkpoint on one device. Holds weights, no results: calculators share it."""
+
+    name: str
+
+    def prepare(self, system: System) -> None:
+        """Merge the experts for the system; kept for each (reduced composition, charge, spin, task)."""
+        ...
+
+    def evaluate(self, system: System, properties: frozenset[str]) -> dict[str, np.ndarray]:
+        """The properties asked for, as float64 arrays that the caller owns.
+
+        | name | shape | unit |
+        |---|---|---|
+        | energy | [] | eV, element references included, summed in float64 |
+        | energies | [N] | eV |
+        | forces | [N, 3] | eV/A |
+        | stress | [3, 3] | eV/A^3, for the volume of `system.cell`; tension positive |
+        | hessian | [3 N, 3 N] | eV/A^2, where the backend offers it |
+        """
+        ...
+
+    def describe(self) -> dict[str, str]:
+        """What runs, for the report."""
+        ...
+
+
+# Calculators of one checkpoint share one backend, and with it the weights on the device.
+_open: WeakValueDictionary[tuple, Backend] = WeakValueDictionary()
+
+
+def open_backend(name: str, checkpoint: Checkpoint, settings: Settings) -> Backend:
+    """The backend `name` ("fused" or "general"): an open one where checkpoint and settings agree, else a new one.
+
+    `settings.device` names the device in full; what belongs to the system (task, charge, spin) makes no difference here.
+    """
+    # A backend keeps its checkpoint alive, so an identity in this table is never reused.
+    chosen = (settings.device, settings.precision, settings.merge_mole, settings.activation_checkpointing)
+    key = (name, id(checkpoint), *chosen)
+    backend = _open.get(key)
+    if backend is None:
+        if name == "fused":
+            from ase_fastuma.engine import FusedBackend
+
+            backend = FusedBackend(checkpoint, settings)
+        else:
+            from ase_fastuma.general import GeneralBackend
+
+            backend = GeneralBackend(checkpoint, settings)
+        _open[key] = backend
+    return backend
