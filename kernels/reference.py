@@ -254,8 +254,8 @@ def rms_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
     centred = torch.cat([scalars, x[:, 1:]], dim=1)
     degrees = [centred[:, rows].square().mean(dim=(1, 2)) for rows in DEGREE_SLICES]
     scale = (torch.stack(degrees).mean(dim=0) + eps).rsqrt()[:, None, None]
-    repeats = torch.tensor([1, 3, 5], device=x.device)
-    out = centred * (scale * weight.repeat_interleave(repeats, dim=0, output_size=NUM_COEFFICIENTS))
+    rows = torch.cat([w.expand(2 * degree + 1, -1) for degree, w in enumerate(weight.unsqueeze(1))])
+    out = centred * (scale * rows)
     return torch.cat([out[:, :1] + bias, out[:, 1:]], dim=1)
 
 

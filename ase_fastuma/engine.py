@@ -1,0 +1,490 @@
+"""The fused backend: UMA's network, layer by layer, in the operations of :mod:`ase_fastuma.kernels`."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from ase_fastuma.experts import (
+    State,
+    expert_coefficients,
+    merged_matrix,
+    mixture_key,
+    system_embedding,
+)
+from ase_fastuma.graph import Graph, build_graph
+from ase_fastuma.kernels import convolution, reference
+from ase_fastuma.kernels._launch import runs_kernels
+from ase_fastuma.kernels.edge import EdgeList
+from ase_fastuma.kernels.layout import DEGREE_SLICES, M_BLOCKS, NUM_COEFFICIENTS, NUM_GATES, NUM_RADIAL
+from ase_fastuma.kernels.linear import BlockWeights, block_linear, block_weights
+from ase_fastuma.kernels.radial import NUM_KNOTS, Radial, network_with_slope, tabulate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ase_fastuma.checkpoint import Architecture, Checkpoint
+    from ase_fastuma.settings import Settings
+    from ase_fastuma.system import System
+
+OPERAND_KINDS = {"accurate": "split", "fast": "half", "float32": "single", "float64": "double"}
+"""How each precision mode stores matrix-product operands (kernels/operand.py)."""
+
+# Sum over neighbours of the edge-degree embedding is divided by this, as these models were trained.
+_DEGREE_RESCALE = 5.0
+# Merged weights kept at a time: alternating compositions stay fast, a scan over many stays bounded.
+_KEPT_MIXTURES = 16
+# Radial tables are kept up to this size in bytes for all networks together; beyond it the networks themselves run.
+_TABLE_BYTES = 1 << 30
+# Edges worked on at a time: enough to fill the largest GPU many times over, while the intermediates stay below 2 GiB.
+_CHUNK_EDGES = 1 << 16
+
+
+@dataclass(frozen=True)
+class _Norm:
+    weight: Tensor  # [3, C]
+    bias: Tensor  # [C]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return reference.rms_norm(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True)
+class _Atomwise:
+    """Spectral atom-wise MLP: a linear for each degree, gate, a linear for each degree."""
+
+    gates: BlockWeights
+    first: tuple[BlockWeights, ...]
+    second: tuple[BlockWeights, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gates = silu(block_linear(x[:, 0], self.gates)).view(x.shape[0], NUM_GATES, -1).sigmoid()
+        scalars, *vectors = (block_linear(x[:, rows], w) for rows, w in zip(DEGREE_SLICES, self.first, strict=True))
+        gated = [silu(scalars), *(v * gates[:, i, None] for i, v in enumerate(vectors))]
+        return torch.cat([block_linear(g, w) for g, w in zip(gated, self.second, strict=True)], dim=1)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    norm_1: _Norm
+    convolution: convolution.ConvolutionWeights
+    norm_2: _Norm
+    atomwise: _Atomwise
+
+
+@dataclass(frozen=True)
+class _Network:
+    """All weights that one system needs, merged."""
+
+    embedding: Tensor  # charge, spin and task [C]
+    atoms: Tensor  # atom embedding [elements, C], system embedding included
+    degree_radial: Radial
+    degree_out: BlockWeights
+    layers: tuple[_Layer, ...]
+    norm: _Norm
+    head: tuple[BlockWeights, ...]
+
+
+class FusedBackend:
+    """UMA and eSEN models (lmax = mmax = 2, conservative) through the kernels; see :class:`ase_fastuma.backend.Backend`.
+
+    `plain` runs the same network through the kernels' plain PyTorch references instead, on any device: the ground truth
+    of the tests.
+    """
+
+    name = "fused"
+
+    def __init__(self, checkpoint: Checkpoint, settings: Settings, plain: bool = False) -> None:
+        self._checkpoint, self._architecture = checkpoint, checkpoint.architecture
+        self._device = torch.device(settings.device or "cuda")
+        self._precision = settings.precision
+        self._kind = OPERAND_KINDS[settings.precision]
+        self._dtype = torch.float64 if settings.precision == "float64" else torch.float32
+        self._plain = plain or not runs_kernels(torch.empty(0, device=self._device))
+        self._state: State | None = None
+        self._network = functools.lru_cache(maxsize=_KEPT_MIXTURES)(self._build_network)
+        self._radials = functools.lru_cache(maxsize=4)(self._build_radials)
+        self._element_rows: dict[tuple[int, ...], Tensor] = {}
+
+    # ------------------------------------------------------------------------------------------------ the interface
+
+    def prepare(self, system: System) -> None:
+        """Merge the experts for the system and tabulate its radial networks; both are kept."""
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else _nothing():
+            self._weights(system)
+
+    def evaluate(self, system: System, properties: frozenset[str]) -> dict[str, np.ndarray]:
+        """Energy (eV), energies (eV), forces (eV/A), stress (eV/A^3) as float64 arrays; see the interface."""
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else _nothing():
+            network = self._weights(system)
+            graph = build_graph(system, self._architecture.cutoff, self._architecture.max_neighbors, self._device)
+            return self._run(system, network, graph, properties)
+
+    def describe(self) -> dict[str, str]:
+        """What runs, for the report."""
+        ways = {
+            "split": "three half-precision products a float32 product (float32-grade)",
+            "half": "one half-precision product with exact scales (TF32-grade)",
+            "single": "IEEE float32",
+            "double": "float64",
+        }
+        return {"precision": f"{self._precision}: {ways[self._kind]}"}
+
+    # ----------------------------------------------------------------------------------------------------- weights
+
+    def _weights(self, system: System) -> _Network:
+        return self._network(_Mixture(mixture_key(self._architecture, system), system))
+
+    def _loaded(self) -> State:
+        if self._state is None:
+            self._state = {
+                name: t.to(self._device) for name, t in self._checkpoint.state.items() if t.is_floating_point()
+            }
+        return self._state
+
+    def _build_network(self, mixture: _Mixture) -> _Network:
+        system, state, arch = mixture.system, self._loaded(), self._architecture
+        embedding = system_embedding(state, arch, system)
+        coefficients = None
+        if arch.num_experts:
+            coefficients = expert_coefficients(state, arch, system, embedding)
+
+        def matrix(name: str) -> Tensor:
+            return merged_matrix(state, name, coefficients, self._dtype)
+
+        degree, *radials = self._radials(tuple(sorted(set(system.numbers.tolist()))))
+        layers = []
+        for i, radial in enumerate(radials):
+            block = f"backbone.blocks.{i}."
+            layers.append(
+                _Layer(
+                    norm_1=self._norm(f"{block}norm_1"),
+                    convolution=self._convolution(f"{block}edge_wise.", matrix, radial),
+                    norm_2=self._norm(f"{block}norm_2"),
+                    atomwise=self._atomwise(f"{block}atom_wise."),
+                )
+            )
+        embedding = embedding.to(self._dtype)
+        return _Network(
+            embedding=embedding,
+            atoms=state["backbone.sphere_embedding.weight"].to(self._dtype) + embedding,
+            degree_radial=degree[0],
+            degree_out=degree[1],
+            layers=tuple(layers),
+            norm=self._norm("backbone.norm"),
+            head=self._head(system.task),
+        )
+
+    def _store(self, matrices: list[Tensor], bias: Tensor | None, kind: str | None = None) -> BlockWeights:
+        return block_weights(matrices, bias, kind or self._kind)
+
+    def _node_linear(self, weight: Tensor, bias: Tensor | None) -> BlockWeights:
+        # The work on atoms is a hundredth of that on edges: it runs in IEEE arithmetic in every mode.
+        return self._store([weight.T], bias, "double" if self._kind == "double" else "single")
+
+    def _norm(self, name: str) -> _Norm:
+        state = self._loaded()
+        return _Norm(state[f"{name}.affine_weight"].to(self._dtype), state[f"{name}.affine_bias"].to(self._dtype))
+
+    def _convolution(
+        self, name: str, matrix: Callable[[str], Tensor], radial: tuple[Radial, BlockWeights]
+    ) -> convolution.ConvolutionWeights:
+        state = self._loaded()
+
+        def so2(conv: str) -> BlockWeights:
+            blocks = [matrix(f"{name}{conv}.fc_m0").T]
+            blocks += [_complex_matrix(matrix(f"{name}{conv}.so2_m_conv.{m - 1}.fc")) for m in (1, 2)]
+            return self._store(blocks, state[f"{name}{conv}.fc_m0.bias"])
+
+        return convolution.ConvolutionWeights(
+            kind=self._kind,
+            radial=radial[0],
+            radial_out=radial[1],
+            first=so2("so2_conv_1"),
+            second=so2("so2_conv_2"),
+            channels=self._architecture.sphere_channels,
+            hidden=self._architecture.hidden_channels,
+        )
+
+    def _atomwise(self, name: str) -> _Atomwise:
+        state = self._loaded()
+
+        def by_degree(layer: str) -> tuple[BlockWeights, ...]:
+            weight, bias = state[f"{name}{layer}.weight"], state[f"{name}{layer}.bias"]
+            return tuple(self._node_linear(w, bias if degree == 0 else None) for degree, w in enumerate(weight))
+
+        return _Atomwise(
+            gates=self._node_linear(state[f"{name}scalar_mlp.0.weight"], state[f"{name}scalar_mlp.0.bias"]),
+            first=by_degree("so3_linear_1"),
+            second=by_degree("so3_linear_2"),
+        )
+
+    def _head(self, task: str) -> tuple[BlockWeights, ...]:
+        """The energy MLP; a head with one expert a task is merged by choosing the task's."""
+        state = self._loaded()
+        (first,) = [n for n in state if n.endswith("energy_block.0.bias")]
+        prefix = first.removesuffix("0.bias")
+        coefficients = None
+        if f"{prefix}0.weights" in state:
+            mapping = self._architecture.head_mapping
+            chosen = sorted(set(mapping.values())).index(mapping[task])
+            experts = state[f"{prefix}0.weights"].shape[0]
+            coefficients = torch.eye(experts, dtype=torch.float64)[chosen]
+        return tuple(
+            self._node_linear(merged_matrix(state, f"{prefix}{i}", coefficients, self._dtype), state[f"{prefix}{i}.bias"])
+            for i in (0, 2, 4)
+        )
+
+    def _build_radials(self, elements: tuple[int, ...]) -> list[tuple[Radial, BlockWeights]]:
+        """Radial networks of the edge-degree embedding and of each layer, for all pairs of the elements."""
+        state, arch = self._loaded(), self._architecture
+        names = ["backbone.edge_degree_embedding.rad_func.net."]
+        names += [f"backbone.blocks.{i}.edge_wise.so2_conv_1.rad_func.net." for i in range(arch.num_layers)]
+        pairs, width = len(elements) ** 2, arch.edge_channels
+        tables = self._dtype == torch.float32 and not self._plain
+        tables = tables and len(names) * pairs * (NUM_KNOTS - 1) * 4 * width * 4 <= _TABLE_BYTES
+        out = []
+        for name in names:
+            out_weight, out_bias = state[f"{name}6.weight"].T, state[f"{name}6.bias"]
+            if name is names[0]:
+                out_weight, out_bias = out_weight / _DEGREE_RESCALE, out_bias / _DEGREE_RESCALE
+            table = None
+            if tables:
+                layers, pair_bias = self._radial_layers(name, elements, torch.float64)
+                table = tabulate(pair_bias, layers, arch.cutoff)
+            layers, pair_bias = self._radial_layers(name, elements, self._dtype)
+            out.append((Radial(pair_bias, layers, table), self._store([out_weight], out_bias)))
+        return out
+
+    def _radial_layers(
+        self, name: str, elements: tuple[int, ...], dtype: torch.dtype
+    ) -> tuple[reference.RadialLayers, Tensor]:
+        state, arch = self._loaded(), self._architecture
+        # Rounded to float32 first: the checkpoint was trained with float32 centres.
+        centres = torch.linspace(0.0, arch.cutoff, arch.num_distance_basis)
+        exponent = -0.5 / (2.0 * (centres[1] - centres[0])).item() ** 2
+        weights = {n: state[f"{name}{n}"].to(dtype) for n in ("0.weight", "0.bias", "1.weight", "1.bias")}
+        weights |= {n: state[f"{name}{n}"].to(dtype) for n in ("3.weight", "3.bias", "4.weight", "4.bias")}
+        basis, source, target = weights["0.weight"].T.split(
+            [arch.num_distance_basis, arch.edge_channels, arch.edge_channels]
+        )
+        rows = torch.tensor(elements, device=self._device)
+        source = state["backbone.source_embedding.weight"][rows].to(dtype) @ source
+        target = state["backbone.target_embedding.weight"][rows].to(dtype) @ target
+        pair_bias = (source[:, None] + target[None, :]).flatten(0, 1) + weights["0.bias"]
+        layers = reference.RadialLayers(
+            centres=centres.to(self._device, dtype),
+            gaussian_exponent=exponent,
+            weight_distance=basis,
+            norm_first=(weights["1.weight"], weights["1.bias"]),
+            weight_second=weights["3.weight"].T,
+            bias_second=weights["3.bias"],
+            norm_second=(weights["4.weight"], weights["4.bias"]),
+        )
+        return layers, pair_bias
+
+    # -------------------------------------------------------------------------------------------------- evaluation
+
+    def _run(
+        self, system: System, network: _Network, graph: Graph, properties: frozenset[str]
+    ) -> dict[str, np.ndarray]:
+        derivatives = bool(properties & {"forces", "stress"})
+        with torch.set_grad_enabled(derivatives):
+            geometry = self._geometry(system, graph)
+            vectors = geometry.vectors.clone().requires_grad_(derivatives)
+            atomic = self._atomic_energies(system, network, graph, geometry, vectors)
+            gradient = torch.autograd.grad(atomic.sum(), vectors)[0] if derivatives else None
+        return self._results(system, graph, geometry, atomic.detach(), gradient, properties)
+
+    def _geometry(self, system: System, graph: Graph) -> convolution.Geometry:
+        edges = graph.edges
+        with torch.no_grad():
+            vectors = edges.vectors.to(self._dtype)
+            distances = vectors.norm(dim=1)
+            weight, slope = torch.func.jvp(
+                lambda d: reference.envelope(d, self._architecture.cutoff), (distances,), (torch.ones_like(distances),)
+            )
+            row = self._element_row(system)[graph.numbers]
+            count = len(system.composition)
+            pair = row[edges.source] * count + row[edges.target]
+        num_edges, num_nodes = edges.source.shape[0], len(system.numbers)
+        return convolution.Geometry(
+            vectors=vectors,
+            distances=distances,
+            pair=pair,
+            weight=weight,
+            weight_slope=slope,
+            source=edges.source,
+            target=edges.target,
+            chunks=_chunks(graph, num_nodes),
+            keep=self._keeps_activations(num_edges),
+            cutoff=self._architecture.cutoff,
+            num_nodes=num_nodes,
+        )
+
+    def _element_row(self, system: System) -> Tensor:
+        """Row of each atomic number among the system's elements, on the device [100]."""
+        elements = tuple(z for z, _ in system.composition)
+        if elements not in self._element_rows:
+            rows = torch.zeros(self._architecture.max_num_elements, dtype=torch.int64)
+            rows[list(elements)] = torch.arange(len(elements))
+            self._element_rows[elements] = rows.to(self._device)
+        return self._element_rows[elements]
+
+    def _keeps_activations(self, num_edges: int) -> bool:
+        """Whether the first linears' outputs of all layers fit well into the memory that is free now."""
+        if self._device.type != "cuda":
+            return True
+        width = (NUM_GATES + NUM_COEFFICIENTS) * self._architecture.hidden_channels
+        needed = num_edges * width * self._dtype.itemsize * self._architecture.num_layers
+        free = torch.cuda.mem_get_info(self._device)[0]
+        free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return needed < 0.4 * free
+
+    def _atomic_energies(
+        self, system: System, network: _Network, graph: Graph, geometry: convolution.Geometry, vectors: Tensor
+    ) -> Tensor:
+        """The network's output for each atom [N], in float64, before normalisation."""
+        if self._plain:
+            x = convolution.edge_degree_reference(vectors, geometry, network.degree_radial, network.degree_out)
+        else:
+            x = convolution.edge_degree(vectors, geometry, network.degree_radial, network.degree_out, self._kind)
+        x = _add_scalars(x, network.atoms[graph.numbers])
+        convolve = convolution.edge_convolution_reference if self._plain else convolution.edge_convolution
+        for layer in network.layers:
+            h = _add_scalars(layer.norm_1(x), network.embedding)
+            x = x + convolve(h, vectors, geometry, layer.convolution)
+            x = x + layer.atomwise(layer.norm_2(x))
+            x = self._balance(x, system)
+        hidden = network.norm(x)[:, 0]
+        first, second, last = network.head
+        return block_linear(silu(block_linear(silu(block_linear(hidden, first)), second)), last)[:, 0].double()
+
+    def _balance(self, x: Tensor, system: System) -> Tensor:
+        """Shift the scalars of the balanced channels so that they sum to the charge, or to the spin less one."""
+        arch = self._architecture
+        for channels, total in ((arch.charge_balanced_channels, system.charge), (arch.spin_balanced_channels, system.spin - 1)):
+            if channels:
+                chosen = slice(min(channels), max(channels) + 1)
+                scalars = x[:, :1, chosen]
+                balanced = scalars - (scalars.sum(dim=0, keepdim=True) - total) / x.shape[0]
+                row = torch.cat([x[:, :1, : chosen.start], balanced, x[:, :1, chosen.stop :]], dim=2)
+                x = torch.cat([row, x[:, 1:]], dim=1)
+        return x
+
+    def _results(
+        self,
+        system: System,
+        graph: Graph,
+        geometry: convolution.Geometry,
+        atomic: Tensor,
+        gradient: Tensor | None,
+        properties: frozenset[str],
+    ) -> dict[str, np.ndarray]:
+        task, edges = self._checkpoint.tasks[system.task], graph.edges
+        energies = atomic * task.rmsd
+        found = {}
+        if gradient is not None:
+            gradient = gradient.double() * task.rmsd
+            into = _segment_sum(gradient, edges.row_start)
+            out_of = _segment_sum(gradient[edges.by_source], edges.source_row_start)
+            found["forces"] = into - out_of
+            found["virial"] = (geometry.vectors.double()[:, :, None] * gradient[:, None, :]).sum(dim=0)
+        # One copy to the host, and with it the one wait for the device.
+        flat = torch.cat([energies, *(t.flatten() for t in found.values())]).cpu().numpy()
+        num_atoms = len(system.numbers)
+        energies_host = flat[:num_atoms] + task.mean / num_atoms
+        if task.element_references is not None:
+            energies_host += task.element_references[system.numbers]
+        out = {"energy": np.array(energies_host.sum()), "energies": energies_host.copy()}
+        if gradient is not None:
+            out["forces"] = flat[num_atoms : 4 * num_atoms].reshape(-1, 3).copy()
+            virial = flat[4 * num_atoms :].reshape(3, 3)
+            out["stress"] = (virial + virial.T) / (2 * system.volume)
+        return {name: value for name, value in out.items() if name in properties}
+
+
+class _Mixture:
+    """A system, compared by what its merged weights depend on: the key of the cache of networks."""
+
+    def __init__(self, key: tuple, system: System) -> None:
+        self.key, self.system = key, system
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Mixture) and self.key == other.key
+
+
+class _nothing:  # noqa: N801 - reads as a statement beside torch.cuda.device
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _complex_matrix(weight: Tensor) -> Tensor:
+    """The real matrix [2 K, 2 N] of a complex product x -> x (W1 + i W2), from the stacked W1, W2 [2 N, K].
+
+    It acts on rows [real, imaginary]: real = x_r W1 - x_i W2, imaginary = x_r W2 + x_i W1.
+    """
+    w1, w2 = (w.T for w in weight.chunk(2))
+    return torch.cat([torch.cat([w1, w2], dim=1), torch.cat([-w2, w1], dim=1)])
+
+
+def _add_scalars(x: Tensor, scalars: Tensor) -> Tensor:
+    """Add to the l = 0 coefficients of [N, 9, C]."""
+    return torch.cat([x[:, :1] + scalars.view(-1, 1, x.shape[2]), x[:, 1:]], dim=1)
+
+
+def _segment_sum(values: Tensor, starts: Tensor) -> Tensor:
+    """Sums of consecutive rows [E, 3] -> [N, 3], each in order: repeatable."""
+    return torch.segment_reduce(values, "sum", offsets=starts, axis=0, unsafe=True, initial=0)
+
+
+def _chunks(graph: Graph, num_nodes: int) -> tuple[convolution.Chunk, ...]:
+    """Parts of whole target atoms with about _CHUNK_EDGES edges each; a small system is one part."""
+    edges = graph.edges
+    num_edges = edges.source.shape[0]
+    if num_edges <= _CHUNK_EDGES:
+        nodes = torch.arange(num_nodes, device=edges.source.device)
+        whole = EdgeList(
+            edges.source,
+            edges.target,
+            0,
+            edges.row_start,
+            edges.by_source,
+            nodes,
+            edges.source_row_start,
+            num_nodes,
+        )
+        return (convolution.Chunk(0, num_edges, whole),)
+    parts = -(-num_edges // _CHUNK_EDGES)
+    wanted = torch.linspace(0, num_edges, parts + 1, device=edges.source.device, dtype=torch.float64).long()
+    atoms = torch.searchsorted(edges.row_start, wanted)
+    bounds = sorted({0, *atoms.tolist()[1:-1], num_nodes})
+    first_edges = edges.row_start[torch.tensor(bounds, device=edges.source.device)].tolist()
+    chunks = []
+    for atom, next_atom, first, last in zip(bounds, bounds[1:], first_edges, first_edges[1:], strict=False):
+        source = edges.source[first:last]
+        ordered, by_source = torch.sort(source, stable=True)
+        nodes, counts = torch.unique_consecutive(ordered, return_counts=True)
+        starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        chunk = EdgeList(
+            source,
+            edges.target[first:last],
+            atom,
+            edges.row_start[atom : next_atom + 1] - first,
+            by_source,
+            nodes,
+            starts,
+            num_nodes,
+        )
+        chunks.append(convolution.Chunk(first, last, chunk))
+    return tuple(chunks)
