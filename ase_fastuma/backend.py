@@ -47,7 +47,7 @@ _open: WeakValueDictionary[tuple, Backend] = WeakValueDictionary()
 def open_backend(name: str, checkpoint: Checkpoint, settings: Settings) -> Backend:
     """The backend `name` ("fused" or "general"): an open one where checkpoint and settings agree, else a new one.
 
-    `settings.device` names the device in full; what belongs to the system (task, charge, spin) makes no difference here.
+    `settings.device` names the device in full; task, charge and spin belong to the system and make no difference here.
     """
     # A backend keeps its checkpoint alive, so an identity in this table is never reused.
     chosen = (settings.device, settings.precision, settings.merge_mole, settings.activation_checkpointing)

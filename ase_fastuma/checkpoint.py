@@ -30,6 +30,7 @@ _WRAPPERS = ("DatasetSpecificMoEWrapper", "DatasetSpecificSingleHeadWrapper")
 _ENERGY_HEADS = ("MLP_EFS_Head", "MLP_Energy_Head", "Linear_Energy_Head")
 _HEADS = (*_ENERGY_HEADS, "Linear_Force_Head", "MLP_Stress_Head")
 _MODEL_PACKAGE = "fairchem.core.models."
+_TRUST = "If you trust the author of the file, pass trust_checkpoint=True"
 
 
 class CheckpointError(ValueError):
@@ -82,10 +83,12 @@ class Architecture:
 class TaskInfo:
     """One task of a checkpoint: what it was trained on and how its outputs become physical.
 
-    energy (eV) = rmsd * sum of the atoms' outputs + mean + sum of `element_references` over the atoms. Derivatives of the
-    energy share its rmsd; forces from a head of their own (direct forces, eV/A) have `forces_rmsd`.
+    energy (eV) = rmsd * sum of the atoms' outputs + mean + sum of `element_references` over the atoms. Derivatives of
+    the energy share its rmsd; forces from a head of their own (direct forces, eV/A) have `forces_rmsd`. The model names
+    its outputs `prefix` + property.
     """
 
+    prefix: str
     properties: tuple[str, ...]
     mean: float
     rmsd: float
@@ -172,8 +175,8 @@ def _read(path: Path, trust: bool) -> Any:
             refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)
             if refused:
                 raise CheckpointError(
-                    f"{path}: refused to load {', '.join(sorted(refused))}, since loading it can run code; expected tensors and "
-                    "plain or omegaconf containers. If you trust the author of the file, pass trust_checkpoint=True"
+                    f"{path}: refused to load {', '.join(sorted(refused))}, since loading it can run code; expected "
+                    f"tensors and plain or omegaconf containers. {_TRUST}"
                 )
             return torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
@@ -183,7 +186,7 @@ def _read(path: Path, trust: bool) -> Any:
 
 
 def _allowed() -> list[Any]:
-    """What a checkpoint may hold beyond tensors: fairchem-core's checkpoint class (by name) and omegaconf's containers."""
+    """What a checkpoint may hold beyond tensors: fairchem-core's class for it, by name, and omegaconf's containers."""
     from omegaconf import DictConfig, ListConfig, nodes
     from omegaconf.base import ContainerMetadata, Metadata
 
@@ -210,7 +213,8 @@ def _parse(content: Any, path: Path, trust: bool) -> Checkpoint:
     missing = [name for name, value in parts.items() if value is None]
     if missing:
         raise CheckpointError(
-            f"{path}: expected an inference checkpoint of fairchem-core, got {type(content).__name__} without {', '.join(missing)}"
+            f"{path}: expected an inference checkpoint of fairchem-core, got {type(content).__name__} without "
+            f"{', '.join(missing)}"
         )
     try:
         config = _plain(parts["model_config"])
@@ -238,9 +242,7 @@ def _architecture(config: dict[str, Any]) -> Architecture:
         raise CheckpointError(
             f"unsupported backbone {class_name}: expected UMA or eSEN, i.e. one of {sorted(set(_BACKBONES.values()))}"
         )
-    if not backbone.get("num_experts") and backbone.get("dataset_list"):
-        backbone.setdefault("dataset_mapping", {name: name for name in backbone["dataset_list"]})
-    elif backbone.get("dataset_list"):
+    if backbone.get("dataset_list"):
         backbone["dataset_mapping"] = {name: name for name in backbone["dataset_list"]}
     known = {f.name for f in fields(Architecture)}
     values = {
@@ -314,26 +316,27 @@ def _tasks(configs: list[dict[str, Any]], architecture: Architecture, trust: boo
             derived = name in ("forces", "stress") and not (architecture.direct_forces and name == "forces")
             if name != "energy" and (other_mean != 0 or (derived and not np.isclose(other_rmsd, rmsd, rtol=1e-6))):
                 raise CheckpointError(
-                    f"task {dataset!r}: expected {name} scaled like the energy (mean 0, rmsd {rmsd}), got mean {other_mean}, rmsd {other_rmsd}"
+                    f"task {dataset!r}: expected {name} scaled like the energy (mean 0, rmsd {rmsd}), "
+                    f"got mean {other_mean}, rmsd {other_rmsd}"
                 )
-        references = _references(by_property["energy"].get("element_references"), trust)
-        tasks[dataset] = TaskInfo(tuple(by_property), mean, rmsd, forces_rmsd, references)
+        energy = by_property["energy"]
+        references = _references(energy.get("element_references"), trust)
+        prefix = energy["name"].removesuffix("energy")
+        tasks[dataset] = TaskInfo(prefix, tuple(by_property), mean, rmsd, forces_rmsd, references)
     return tasks
 
 
-def _number(value: Any) -> float:
-    """A number written as such, as a tensor, or as hydra's recipe for a tensor."""
-    return float(np.asarray(_array(value)).reshape(()))
-
-
 def _normaliser(config: dict[str, Any]) -> tuple[float, float]:
-    return _number(config.get("mean", 0.0)), _number(config.get("rmsd", 1.0))
+    """Mean and rmsd, in the float32 that fairchem-core keeps them in."""
+    mean, rmsd = (float(np.float32(_array(config.get(name, 0.0)).item())) for name in ("mean", "rmsd"))
+    return mean, rmsd
 
 
 _TENSOR_RECIPES = ("torch.tensor", "torch.Tensor", "torch.FloatTensor", "torch.DoubleTensor")
 
 
 def _array(value: Any) -> np.ndarray:
+    """Numbers written as such, as a tensor, or as hydra's recipe for a tensor; float64."""
     if isinstance(value, Mapping):
         target = value.get("_target_")
         if target not in _TENSOR_RECIPES:
@@ -341,7 +344,7 @@ def _array(value: Any) -> np.ndarray:
                 f"refused to run {target}: expected a list, a tensor or one of {list(_TENSOR_RECIPES)}"
             )
         value = value["_args_"][0] if "_args_" in value else value["data"]
-    return np.array(value.tolist() if isinstance(value, torch.Tensor) else value, dtype=np.float64)
+    return np.asarray(value, dtype=np.float64)
 
 
 def _references(config: Any, trust: bool) -> np.ndarray | None:
@@ -352,9 +355,7 @@ def _references(config: Any, trust: bool) -> np.ndarray | None:
         return _array(config["element_references"])
     if not trust:
         target = config.get("_target_") if isinstance(config, Mapping) else config
-        raise CheckpointError(
-            f"refused to run {target} for the element references; if you trust the author of the file, pass trust_checkpoint=True"
-        )
+        raise CheckpointError(f"refused to run {target} for the element references. {_TRUST}")
     from hydra.utils import instantiate
 
     return _array(instantiate(config).element_references)

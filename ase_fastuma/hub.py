@@ -10,7 +10,7 @@ from typing import Any
 
 HELP = (
     'Three ways on: (1) accept the licence at https://huggingface.co/{repo} and log in with "hf auth login"; '
-    '(2) give the path of a checkpoint file that you have; (3) use model="demo", the potential that ships with ase-fastuma.'
+    '(2) give the path of a checkpoint file that you have; (3) use model="demo", the potential in this package.'
 )
 
 

@@ -16,7 +16,7 @@ class Settings:
 
     # A registered name of fairchem-core, the path of a checkpoint, or "demo" for the bundled potential.
     model: str = "uma-s-1p2p1"
-    # Task of the checkpoint ("omat", "omol", ...). None: its only task, else "omol" without and "omat" with periodicity.
+    # Task ("omat", "omol", ...). None: its only task, or "omol" where nothing is periodic, else "omat".
     task: str | None = None
     # Total charge in units of e. None: atoms.info["charge"], else 0.
     charge: int | None = None
@@ -24,16 +24,16 @@ class Settings:
     spin: int | None = None
     # Device as torch spells it. None: the current CUDA device where there is one, else the CPU.
     device: str | None = None
-    # "auto" takes the fused backend where it can serve the request; "fused" insists; "general" runs fairchem-core's model.
+    # "auto": the fused backend where it serves the request; "fused": it or an error; "general": fairchem-core's model.
     backend: BackendChoice = "auto"
     # "accurate": FP32-grade results; "fast": TF32-grade results; "float32" and "float64": IEEE arithmetic throughout.
     # General mode runs float64 as such and everything else in float32.
     precision: Precision = "accurate"
-    # Merge the experts once for each composition, charge, spin and task. False mixes them anew in each call (general mode).
+    # Merge the experts once for each composition, charge, spin and task. False: mix them in each call (general mode).
     merge_mole: bool = True
     # Recompute activations in the backward pass: less memory, slower (general mode).
     activation_checkpointing: bool = False
-    # Load a checkpoint that needs more than plain containers and tensors. Such a file can run any code: know its author.
+    # Load a checkpoint that needs more than containers and tensors. Such a file can run any code: know its author.
     trust_checkpoint: bool = False
 
     def __post_init__(self) -> None:

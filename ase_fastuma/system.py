@@ -49,8 +49,8 @@ class System:
         """Validate a structure and bring its geometry into the form that the models need; `atoms` is left alone.
 
         Vectors of open axes are replaced: orthogonal to the periodic ones, and longer than the structure by more than
-        twice the cutoff (A), so that an open axis never carries an image whatever the user's cell holds there. Energy and
-        forces do not depend on it; stress refers to the volume of this cell. A left-handed cell has its last vector
+        twice the cutoff (A), so that an open axis never carries an image whatever the user's cell holds there. Energy
+        and forces do not depend on it; stress refers to the volume of this cell. A left-handed cell has its last vector
         reversed, which spans the same lattice.
 
         Raises ValueError for no atoms, elements that the models do not know, positions or cells that are not finite,
@@ -116,7 +116,8 @@ def _check_cell(cell: np.ndarray, pbc: np.ndarray) -> None:
     for axis in np.flatnonzero(pbc):
         if np.linalg.norm(cell[axis]) < _FLAT:
             raise ValueError(
-                f"cell: axis {axis} is periodic and needs a vector, got {cell[axis].tolist()}; set pbc[{axis}] to False or the cell"
+                f"cell: axis {axis} is periodic and needs a vector, got {cell[axis].tolist()}; "
+                f"set pbc[{axis}] to False or the cell"
             )
     # A vector spans nothing of its own where little is left of it after taking out the other periodic ones.
     basis: list[np.ndarray] = []
@@ -148,7 +149,7 @@ def _complete(cell: np.ndarray, pbc: np.ndarray, positions: np.ndarray, cutoff: 
 
 
 def _wrap(positions: np.ndarray, cell: np.ndarray, pbc: np.ndarray) -> np.ndarray:
-    """Move atoms into the cell along periodic axes; centre the structure along open ones. In float64, before any cast."""
+    """Move atoms into the cell along periodic axes and centre them along open ones: in float64, before any cast."""
     scaled = np.linalg.solve(cell.T, positions.T).T
     scaled[:, pbc] %= 1.0
     scaled[:, pbc] %= 1.0  # a tiny negative number becomes 1.0 in the first pass

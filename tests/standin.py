@@ -105,8 +105,10 @@ def checkpoint(config: dict[str, Any], tasks: Any = TASKS, seed: int = 7) -> MLI
                 weight.normal_(0, 0.5)  # as initialised, elements would hardly differ
             if "affine_weight" in name:
                 weight.add_(0.1 * torch.randn_like(weight))
-            if "routing_mlp" in name or "energy_block.4.weight" in name:
-                weight.mul_(8.0)  # experts that differ between compositions, forces of ordinary size
+            if "routing_mlp" in name:
+                weight.mul_(8.0)  # experts that differ between compositions
+            if "energy_block.4.weight" in name:
+                weight.mul_(60.0)  # forces of ordinary size
     state = {name: value.clone() for name, value in model.state_dict().items()}
     ema = {"n_averaged": torch.tensor(1)} | {f"module.{name}": value for name, value in state.items()}
     configs = [task_config(dataset, prop) for dataset, props in tasks.items() for prop in props]

@@ -1,0 +1,332 @@
+"""ASE in, ASE out: properties, caching, errors."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from ase import Atoms
+from ase.calculators.calculator import Calculator, PropertyNotImplementedError, all_changes
+from ase.stress import full_3x3_to_voigt_6_stress
+
+from ase_fastuma import __version__
+from ase_fastuma.backend import Backend, open_backend
+from ase_fastuma.checkpoint import Checkpoint, load_checkpoint
+from ase_fastuma.report import report
+from ase_fastuma.selection import Selection, select, unsupported_by_fused
+from ase_fastuma.settings import BackendChoice, Precision, Settings, integral
+from ase_fastuma.system import System
+
+logger = logging.getLogger(__name__)
+
+
+class _Running(NamedTuple):
+    """What a calculator runs once its checkpoint is loaded; shared with copies of the calculator."""
+
+    checkpoint: Checkpoint
+    settings: Settings  # with the device named in full
+    selection: Selection
+    backend: Backend
+
+
+class FastUMACalculator(Calculator):
+    """Energies, forces and stress of UMA and eSEN models for ASE.
+
+    Units are ASE's: eV, eV/A, eV/A^3, tension positive. Energy, forces and (where something is periodic) stress of a
+    structure come from one evaluation and are kept until the structure, the charge or the spin changes. `energies` are
+    the atoms' shares of the energy. Arrays are float64 and belong to the caller.
+    """
+
+    implemented_properties = ["energy", "free_energy", "energies", "forces", "stress"]  # noqa: RUF012 - as in ASE
+    ignored_changes = {"initial_charges", "initial_magmoms"}  # noqa: RUF012 - the model reads neither
+
+    def __init__(
+        self,
+        model: str | Path = "uma-s-1p2p1",
+        *,
+        task: str | None = None,
+        charge: int | None = None,
+        spin: int | None = None,
+        device: str | torch.device | None = None,
+        backend: BackendChoice = "auto",
+        precision: Precision = "accurate",
+        merge_mole: bool = True,
+        activation_checkpointing: bool = False,
+        trust_checkpoint: bool = False,
+    ) -> None:
+        """See `Settings` for the arguments; `model` may be a path and `device` a torch.device.
+
+        Raises ValueError and TypeError for arguments that cannot hold, FileNotFoundError for a model that is neither a
+        registered name nor a file, CheckpointError for a file that cannot be used, DownloadError where weights cannot
+        be downloaded.
+        """
+        super().__init__()
+        self._configure(
+            Settings(
+                model=str(model),
+                task=task,
+                charge=charge,
+                spin=spin,
+                device=None if device is None else str(device),
+                backend=backend,
+                precision=precision,
+                merge_mole=merge_mole,
+                activation_checkpointing=activation_checkpointing,
+                trust_checkpoint=trust_checkpoint,
+            )
+        )
+        self._start()
+
+    # ------------------------------------------------------------------------------------------------ what runs
+
+    @property
+    def settings(self) -> Settings:
+        """The user's choices. `parameters` has what came of them."""
+        return self._settings
+
+    @property
+    def backend(self) -> Selection:
+        """The backend that runs (`name`) and why (`reasons`)."""
+        return self._start().selection
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint in use."""
+        return self._start().checkpoint
+
+    def report(self) -> str:
+        """What runs and why, with versions: for print, log files and bug reports."""
+        running = self._start()
+        return report(running.checkpoint, running.selection, running.backend, self.parameters)
+
+    def set(self, **kwargs: Any) -> dict[str, Any]:
+        """Change settings, e.g. `calc.set(charge=1)`; drops what was computed. Returns what changed."""
+        if not kwargs:
+            return {}
+        settings = dataclasses.replace(self._settings, **kwargs)
+        changed = {
+            name: value for name, value in kwargs.items() if getattr(self._settings, name) != getattr(settings, name)
+        }
+        if changed:
+            self._configure(settings)
+            self._start()
+        return changed
+
+    def _configure(self, settings: Settings) -> None:
+        """Take over settings without loading anything."""
+        self.reset()
+        self._settings = settings
+        self._running: _Running | None = None
+        self._said: set[str] = set()
+        chosen = dataclasses.asdict(settings)
+        del chosen["trust_checkpoint"]
+        self.parameters = chosen | {"version": __version__}
+
+    def _start(self) -> _Running:
+        """Load the checkpoint and choose the backend, once."""
+        if self._running is None:
+            settings = dataclasses.replace(self._settings, device=str(_device(self._settings.device)))
+            checkpoint = load_checkpoint(settings.model, settings.trust_checkpoint)
+            if settings.task is not None and settings.task not in checkpoint.tasks:
+                raise ValueError(f"task: expected one of {sorted(checkpoint.tasks)}, got {settings.task!r}")
+            device = torch.device(settings.device)
+            selection = select(checkpoint.architecture, device, settings)
+            if selection.name == "general" and settings.backend == "auto":
+                # Expected on a CPU; elsewhere the user would wonder why it is slow.
+                surprising = device.type == "cuda" or unsupported_by_fused(checkpoint.architecture)
+                self._say(f"running in general mode: {'; '.join(selection.reasons)}", warn=bool(surprising))
+            backend = open_backend(selection.name, checkpoint, settings)
+            self._running = _Running(checkpoint, settings, selection, backend)
+            precision = getattr(backend, "precision", settings.precision)
+            self.parameters |= {"device": settings.device, "backend": selection.name, "precision": precision}
+        return self._running
+
+    def _say(self, message: str, warn: bool = False) -> None:
+        """Tell once: as a warning where the user should act, else in the log."""
+        if message not in self._said:
+            self._said.add(message)
+            if warn:
+                warnings.warn(message, UserWarning, stacklevel=2)
+            else:
+                logger.info(message)
+
+    # ------------------------------------------------------------------------------------------------ ASE's interface
+
+    def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
+        """What changed since the last evaluation. Of `atoms.info`, only charge and spin count."""
+        changes = super().check_state(atoms, tol=tol)
+        if self.atoms is not None:
+            _, *now = self._state(atoms)
+            changes += [
+                name for name, value in zip(("charge", "spin"), now, strict=True) if self.parameters[name] != value
+            ]
+        return changes
+
+    def get_property(self, name: str, atoms: Atoms | None = None, allow_calculation: bool = True) -> Any:
+        """See ASE. After an error nothing is kept, so that no old result is taken for a new one."""
+        try:
+            return super().get_property(name, atoms, allow_calculation)
+        except PropertyNotImplementedError:
+            raise
+        except BaseException:
+            self.reset()
+            raise
+
+    def calculate(
+        self,
+        atoms: Atoms | None = None,
+        properties: Sequence[str] = ("energy",),
+        system_changes: Sequence[str] = all_changes,
+    ) -> None:
+        """Evaluate a structure, for all properties that it has."""
+        atoms = self.atoms if atoms is None else atoms
+        if atoms is None:
+            raise ValueError("atoms: expected a structure, got None before any evaluation")
+        running = self._start()
+        task, charge, spin = self._state(atoms)
+        wanted = {"energy", "energies", "forces"} | ({"stress"} if _has_volume(atoms) else set())
+        if running.checkpoint.architecture.direct_forces:
+            wanted &= {"energy", "energies", *running.checkpoint.tasks[task].properties}
+        for name in properties:
+            if name not in wanted and name != "free_energy":
+                raise PropertyNotImplementedError(_why_not(name, task, running.checkpoint))
+
+        self.reset()
+        system = self._system(atoms, task, charge, spin)
+        results = _evaluate(running.backend, system, frozenset(wanted))
+        self.atoms = Atoms(numbers=atoms.numbers, positions=atoms.positions, cell=atoms.cell, pbc=atoms.pbc)
+        self.parameters |= {"task": task, "charge": charge, "spin": spin}
+        energy = float(results.pop("energy"))
+        if "stress" in results:
+            # The backend's cell has open axes of its own; the user's stress refers to the user's volume.
+            results["stress"] = full_3x3_to_voigt_6_stress(results["stress"] * (system.volume / atoms.cell.volume))
+        self.results = {"energy": energy, "free_energy": energy, **results}
+
+    def get_hessian(self, atoms: Atoms | None = None) -> np.ndarray:
+        """Second derivatives of the energy with respect to the positions: float64 [3 N, 3 N] in eV/A^2, not kept."""
+        atoms = self.atoms if atoms is None else atoms
+        if atoms is None:
+            raise ValueError("atoms: expected a structure, got None before any evaluation")
+        checkpoint, settings, _, _ = self._start()
+        if checkpoint.architecture.direct_forces:
+            raise PropertyNotImplementedError(_why_not("hessian", self._state(atoms)[0], checkpoint))
+        request = frozenset({"hessian"})
+        selection = select(checkpoint.architecture, torch.device(settings.device or "cpu"), settings, request)
+        backend = open_backend(selection.name, checkpoint, settings)
+        return _evaluate(backend, self._system(atoms, *self._state(atoms)), request)["hessian"]
+
+    def todict(self, skip_default: bool = True) -> dict[str, Any]:
+        """The settings in force, as trajectories and databases record them."""
+        return dict(self.parameters)
+
+    def _get_name(self) -> str:
+        return "fastuma"
+
+    # ------------------------------------------------------------------------------------------------ atoms to system
+
+    def _state(self, atoms: Atoms) -> tuple[str, int, int]:
+        """Task, charge and spin of a structure: from the arguments, else `atoms.info`, else the task's defaults."""
+        checkpoint = self._start().checkpoint
+        task = self._settings.task or self._guess_task(atoms, checkpoint)
+        molecular = checkpoint.architecture.dataset_mapping.get(task, task) == "omol"
+        values = []
+        for name, default in (("charge", 0), ("spin", 1 if molecular else 0)):
+            value = getattr(self._settings, name)
+            if value is None:
+                value = atoms.info.get(name)
+            values.append(default if value is None else integral(name, value))
+        charge, spin = values
+        if not molecular and (charge, spin) != (0, 0):
+            self._say(
+                f"charge = {charge} and spin = {spin} are used for task {task!r}, which knows neither; "
+                "remove them from atoms.info, or pass charge=0, spin=0",
+                warn=True,
+            )
+        return task, charge, spin
+
+    def _guess_task(self, atoms: Atoms, checkpoint: Checkpoint) -> str:
+        if len(checkpoint.tasks) == 1:
+            return next(iter(checkpoint.tasks))
+        task = "omat" if atoms.pbc.any() else "omol"
+        if task not in checkpoint.tasks:
+            raise ValueError(
+                f"task: expected one of {sorted(checkpoint.tasks)}, got None for a structure that suggests {task!r}"
+            )
+        self._say(f"task {task!r}, since {'something' if atoms.pbc.any() else 'nothing'} is periodic")
+        return task
+
+    def _system(self, atoms: Atoms, task: str, charge: int, spin: int) -> System:
+        if len(atoms) == 1 and not atoms.pbc.any():
+            self._say("the energy of an isolated atom is an extrapolation of the model, no reference energy", warn=True)
+        return System.from_atoms(atoms, task, charge, spin, self._start().checkpoint.architecture.cutoff)
+
+    # ------------------------------------------------------------------------------------------------ copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"settings": self._settings}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Calculator.__init__(self)
+        self._configure(state["settings"])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FastUMACalculator:
+        """A calculator of its own that shares the weights."""
+        clone = copy.copy(self)
+        clone._running = self._running
+        clone.atoms = None if self.atoms is None else self.atoms.copy()
+        clone.results = copy.deepcopy(self.results, memo)
+        clone.parameters = dict(self.parameters)
+        return clone
+
+
+def _device(name: str | None) -> torch.device:
+    """A device that exists, with its index. Raises ValueError otherwise."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device: expected 'cpu', 'cuda' or 'cuda:N', got {name!r}") from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise ValueError(f"device: expected 'cpu', 'cuda' or 'cuda:N', got {name!r}")
+    count = torch.cuda.device_count()
+    index = device.index if device.index is not None else (torch.cuda.current_device() if count else 0)
+    if index >= count:
+        raise ValueError(f"device: expected 'cpu' or one of {count} CUDA devices, got {name!r}")
+    return torch.device("cuda", index)
+
+
+def _has_volume(atoms: Atoms) -> bool:
+    """Whether stress means something: a periodic structure with a volume."""
+    return bool(atoms.pbc.any()) and atoms.cell.volume > 0
+
+
+def _why_not(name: str, task: str, checkpoint: Checkpoint) -> str:
+    if name == "stress" and not checkpoint.architecture.direct_forces:
+        return "stress: expected a periodic structure whose cell has a volume"
+    offered = ", ".join(checkpoint.tasks[task].properties)
+    return f"{name}: not among the properties of task {task!r} of {checkpoint.path.name} ({offered})"
+
+
+def _evaluate(backend: Backend, system: System, properties: frozenset[str]) -> dict[str, np.ndarray]:
+    """Evaluate, and turn what goes wrong on a device or in the weights into errors that say so."""
+    try:
+        results = backend.evaluate(system, properties)
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(
+            f"out of device memory for {len(system.numbers)} atoms; a smaller structure, or general mode with "
+            "activation_checkpointing=True, needs less"
+        ) from error
+    for name, value in results.items():
+        if not np.isfinite(value).all():
+            raise FloatingPointError(f"{name}: expected finite numbers from the model, got NaN or infinity")
+    return results

@@ -1,0 +1,268 @@
+"""fairchem-core's own model in its general mode, behind the interface of the backends.
+
+Nothing is fused, compiled or padded here, and every UMA and eSEN that fairchem-core can build runs: this is the way for
+what the fused backend does not cover, and the reference that the fused backend is tested against.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+
+from ase_fastuma.checkpoint import Checkpoint, CheckpointError
+from ase_fastuma.settings import Settings
+from ase_fastuma.system import System
+
+# Merged models kept; each holds the model's weights once (24 MB for UMA-S).
+_CACHED_MODELS = 16
+
+
+class GeneralBackend:
+    """Runs fairchem-core's model in float32, or in float64 where the settings say so.
+
+    The experts are merged once for each (reduced composition, charge, spin, task); merged models are kept, the least
+    recently used one giving way. The unmerged model stays on the CPU and shares its weights with the checkpoint.
+    """
+
+    name = "general"
+
+    def __init__(self, checkpoint: Checkpoint, settings: Settings) -> None:
+        """`settings.device` names the device. Raises CheckpointError where weights and architecture disagree."""
+        architecture = checkpoint.architecture
+        self._checkpoint = checkpoint
+        self._settings = settings
+        self._device = torch.device(settings.device or "cpu")
+        self._dtype = torch.float64 if settings.precision == "float64" else torch.float32
+        # fairchem-core merges the experts of the SO(2) layers, in all layers or none.
+        self._merges = settings.merge_mole and architecture.moe_type == "so2" and architecture.layers_moe is None
+        self._models: OrderedDict[tuple, torch.nn.Module] = OrderedDict()
+        with _construction(self._dtype):
+            self._template = _build(checkpoint, settings.activation_checkpointing).to(self._dtype)
+
+    @property
+    def precision(self) -> str:
+        """The precision in force."""
+        return "float64" if self._dtype == torch.float64 else "float32"
+
+    def prepare(self, system: System) -> None:
+        """Merge the experts for the system, unless that has been done."""
+        self._model(system)
+
+    def evaluate(self, system: System, properties: frozenset[str]) -> dict[str, np.ndarray]:
+        """See `Backend.evaluate`. Raises ValueError where two atoms coincide."""
+        system.check_distinct()
+        model = self._model(system)
+        task = self._checkpoint.tasks[system.task]
+        direct = self._checkpoint.architecture.direct_forces
+        wanted = properties if not direct else properties - {"stress", "hessian"}
+        _request(model, wanted)
+        head = model.output_heads[self._checkpoint.architecture.head_name]
+        block = getattr(head, "head", head).energy_block
+        outputs_of_atoms: list[torch.Tensor] = []
+        hook = block.register_forward_hook(lambda _module, _inputs, output: outputs_of_atoms.append(output.detach()))
+        derivatives = not direct and bool(wanted & {"forces", "stress", "hessian"})
+        try:
+            # Whatever mode the caller is in: gradients exactly where needed, IEEE arithmetic, no half precision.
+            with (
+                torch.inference_mode(False),
+                torch.set_grad_enabled(derivatives),
+                torch.autocast(self._device.type, enabled=False),
+                _ieee_products(),
+                _beta_warnings_ignored(),
+            ):
+                output = model(_data(system, self._dtype).to(self._device))
+        finally:
+            hook.remove()
+
+        numbers = system.numbers
+        references = 0.0 if task.element_references is None else task.element_references[numbers]
+        energies = _numpy(outputs_of_atoms[0]).reshape(-1) * task.rmsd + task.mean / len(numbers) + references
+        results = {"energies": energies, "energy": energies.sum()}
+        for name, shape, scale in (
+            ("forces", (-1, 3), task.forces_rmsd),
+            ("stress", (3, 3), task.rmsd),
+            ("hessian", (3 * len(numbers), 3 * len(numbers)), task.rmsd),
+        ):
+            if name in properties:
+                results[name] = _numpy(_find(output, task.prefix + name, name)).reshape(shape) * scale
+        return {name: np.array(value) for name, value in results.items() if name in properties}
+
+    def describe(self) -> dict[str, str]:
+        """What runs, for the report."""
+        from importlib.metadata import version
+
+        return {
+            "implementation": f"fairchem-core {version('fairchem-core')}, execution mode general",
+            "precision": self.precision,
+            "experts": f"merged ({len(self._models)} in the cache)" if self._merges else "mixed in each evaluation",
+        }
+
+    def _model(self, system: System) -> torch.nn.Module:
+        """The model for the system: merged for it, or the one for all."""
+        key = (system.composition, system.charge, system.spin, system.task) if self._merges else ()
+        model = self._models.get(key)
+        if model is None:
+            model = self._merged(system) if self._merges else self._template
+            model = model.to(self._device).requires_grad_(False).eval()
+            self._models[key] = model
+            if len(self._models) > _CACHED_MODELS:
+                self._models.popitem(last=False)
+        self._models.move_to_end(key)
+        return model
+
+    def _merged(self, system: System) -> torch.nn.Module:
+        from fairchem.core.units.mlip_unit.api.inference import InferenceSettings
+
+        # Merging rebuilds part of the model in place, so it works on a copy; the copy shares all weights.
+        shared = {id(tensor): tensor for tensor in (*self._template.parameters(), *self._template.buffers())}
+        model = copy.deepcopy(self._template, shared)
+        with _construction(self._dtype), _ieee_products(), torch.no_grad():
+            model.prepare_for_inference(
+                _data(system, self._dtype), InferenceSettings(merge_mole=True, activation_checkpointing=False)
+            )
+        return model
+
+
+def _build(checkpoint: Checkpoint, activation_checkpointing: bool) -> Any:
+    """fairchem-core's model with the checkpoint's weights, experts not merged, on the CPU."""
+    with _untouched_by_import():
+        from fairchem.core.models.base import HydraModel
+
+    config = copy.deepcopy({key: value for key, value in checkpoint.config.items() if key != "_target_"})
+    config["backbone"] |= {
+        "always_use_pbc": False,  # axes that the structure leaves open stay open
+        "otf_graph": True,
+        "radius_pbc_version": 2,
+        "use_quaternion_wigner": True,  # the other choice draws random numbers
+        "activation_checkpointing": activation_checkpointing,
+        "hessian_vmap": False,  # one column at a time: vmap needs 3 N times the memory of one backward pass
+        "execution_mode": "general",
+    }
+    model = HydraModel(**config)
+    # Weights are assigned, not copied: model and checkpoint share them.
+    outcome = model.load_state_dict(checkpoint.state, strict=False, assign=True)
+    if outcome.missing_keys or outcome.unexpected_keys:
+        shown = [f"missing {key}" for key in outcome.missing_keys] + [
+            f"unknown {key}" for key in outcome.unexpected_keys
+        ]
+        more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
+        raise CheckpointError(f"{checkpoint.path}: weights do not fit the architecture: {', '.join(shown[:5])}{more}")
+    return model
+
+
+def _data(system: System, dtype: torch.dtype) -> Any:
+    """The system as fairchem-core's batch of one, on the CPU; edges are left to the model."""
+    from fairchem.core.datasets.atomic_data import AtomicData
+
+    n = len(system.numbers)
+    return AtomicData(
+        pos=torch.tensor(system.positions, dtype=dtype),
+        atomic_numbers=torch.tensor(system.numbers),
+        cell=torch.tensor(system.cell, dtype=dtype)[None],
+        pbc=torch.tensor(system.pbc)[None],
+        natoms=torch.tensor([n]),
+        edge_index=torch.empty((2, 0), dtype=torch.long),
+        cell_offsets=torch.empty((0, 3), dtype=dtype),
+        nedges=torch.tensor([0]),
+        charge=torch.tensor([system.charge]),
+        spin=torch.tensor([system.spin]),
+        fixed=torch.zeros(n, dtype=torch.long),
+        tags=torch.zeros(n, dtype=torch.long),
+        dataset=[system.task],
+    )
+
+
+def _request(model: torch.nn.Module, properties: frozenset[str]) -> None:
+    """Switch on the derivatives that are asked for, and no others. Merging leaves several copies of the switches."""
+    for module in model.modules():
+        switches = getattr(module, "regress_config", None)
+        if switches is not None and not switches.direct_forces:
+            switches.forces = bool(properties & {"forces", "hessian"})
+            # fairchem-core keeps the graph for second derivatives only on its way to the stress.
+            switches.stress = bool(properties & {"stress", "hessian"})
+            switches.hessian = "hessian" in properties
+
+
+def _find(output: dict[str, Any], task_name: str, name: str) -> torch.Tensor:
+    """An output of the model, which heads wrap in a dictionary or not."""
+    value = output[task_name]
+    return value[name] if isinstance(value, dict) else value
+
+
+def _numpy(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().to("cpu", torch.float64).numpy()
+
+
+@contextmanager
+def _construction(dtype: torch.dtype) -> Iterator[None]:
+    """Build modules on the CPU in `dtype`, and leave torch's random generator, default dtype and device as they were.
+
+    fairchem-core creates some constants in the default dtype; converting them later would round them to float32.
+    """
+    before = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), _beta_warnings_ignored():
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+
+@contextmanager
+def _ieee_products() -> Iterator[None]:
+    """Matrix products in IEEE float32, whatever the process allows elsewhere."""
+    changed = []
+    for place in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+        if place.fp32_precision in ("tf32", "bf16"):
+            changed.append((place, place.fp32_precision))
+            place.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for place, precision in changed:
+            place.fp32_precision = precision
+
+
+@contextmanager
+def _beta_warnings_ignored() -> Iterator[None]:
+    """torch warns that index_reduce, which the mixing of experts uses, is in beta; that helps no user."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="index_reduce\\(\\) is in beta", category=UserWarning)
+        yield
+
+
+@contextmanager
+def _untouched_by_import() -> Iterator[None]:
+    """Import fairchem-core without its side effects: warning filters, environment variables, a line on stderr."""
+    environment = dict(os.environ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if not torch.cuda.is_available() and find_spec("nvalchemiops") is not None:
+            _import_silently("nvalchemiops.torch.neighbors")
+        yield
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+
+
+def _import_silently(module: str) -> None:
+    """Import a module whose native library reports a missing CUDA driver on the process's stderr, below Python's."""
+    from importlib import import_module
+
+    stderr = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        import_module(module)
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)
