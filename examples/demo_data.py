@@ -169,7 +169,7 @@ def slab_group(rng: np.random.Generator, frames: int) -> Iterator[Frame | None]:
     if columns == 2 and rng.random() < 0.4:
         top = parent.positions[parent.positions[:, 2].argmax()]
         side = rng.uniform(-0.5, 0.5, 2) @ parent.cell.array[:2, :2]
-        parent += Atoms([str(rng.choice(list(METALS)))], [top + [*side, rng.uniform(0.45, 0.65) * constant]])
+        parent += Atoms([str(rng.choice(list(METALS)))], [top + np.array([*side, rng.uniform(0.45, 0.65) * constant])])
     for _ in range(frames):
         atoms = parent.copy()
         rattle(rng, atoms, rng.uniform(0.01, 0.25))
@@ -239,7 +239,7 @@ def xtb(charge: int, spin: int) -> Calculator:
 def molecule(name: str) -> tuple[Atoms, int]:
     """A molecule of ASE's g2 or s22 collection and its multiplicity when neutral."""
     atoms = g2[name] if name in g2.names else s22[name]
-    spin = int(round(atoms.get_initial_magnetic_moments().sum())) + 1
+    spin = round(atoms.get_initial_magnetic_moments().sum()) + 1
     return Atoms(atoms.numbers, atoms.positions), spin
 
 
