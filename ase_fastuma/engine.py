@@ -22,9 +22,9 @@ from ase_fastuma.graph import Graph, build_graph
 from ase_fastuma.kernels import convolution, reference
 from ase_fastuma.kernels._launch import runs_kernels
 from ase_fastuma.kernels.edge import EdgeList
-from ase_fastuma.kernels.layout import DEGREE_SLICES, M_BLOCKS, NUM_COEFFICIENTS, NUM_GATES, NUM_RADIAL
+from ase_fastuma.kernels.layout import DEGREE_SLICES, NUM_COEFFICIENTS, NUM_GATES
 from ase_fastuma.kernels.linear import BlockWeights, block_linear, block_weights
-from ase_fastuma.kernels.radial import NUM_KNOTS, Radial, network_with_slope, tabulate
+from ase_fastuma.kernels.radial import NUM_KNOTS, Radial, tabulate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -237,7 +237,9 @@ class FusedBackend:
             experts = state[f"{prefix}0.weights"].shape[0]
             coefficients = torch.eye(experts, dtype=torch.float64)[chosen]
         return tuple(
-            self._node_linear(merged_matrix(state, f"{prefix}{i}", coefficients, self._dtype), state[f"{prefix}{i}.bias"])
+            self._node_linear(
+                merged_matrix(state, f"{prefix}{i}", coefficients, self._dtype), state[f"{prefix}{i}.bias"]
+            )
             for i in (0, 2, 4)
         )
 
@@ -305,21 +307,19 @@ class FusedBackend:
     def _geometry(self, system: System, graph: Graph) -> convolution.Geometry:
         edges = graph.edges
         with torch.no_grad():
-            vectors = edges.vectors.to(self._dtype)
-            distances = vectors.norm(dim=1)
-            weight, slope = torch.func.jvp(
-                lambda d: reference.envelope(d, self._architecture.cutoff), (distances,), (torch.ones_like(distances),)
-            )
+            distances = edges.vectors.norm(dim=1)
+            weight = reference.envelope(distances, self._architecture.cutoff)
+            slope = reference.envelope_slope(distances, self._architecture.cutoff)
             row = self._element_row(system)[graph.numbers]
             count = len(system.composition)
             pair = row[edges.source] * count + row[edges.target]
         num_edges, num_nodes = edges.source.shape[0], len(system.numbers)
         return convolution.Geometry(
-            vectors=vectors,
+            vectors=edges.vectors.to(self._dtype),
             distances=distances,
             pair=pair,
-            weight=weight,
-            weight_slope=slope,
+            weight=weight.to(self._dtype),
+            weight_slope=slope.to(self._dtype),
             source=edges.source,
             target=edges.target,
             chunks=_chunks(graph, num_nodes),
@@ -369,7 +369,10 @@ class FusedBackend:
     def _balance(self, x: Tensor, system: System) -> Tensor:
         """Shift the scalars of the balanced channels so that they sum to the charge, or to the spin less one."""
         arch = self._architecture
-        for channels, total in ((arch.charge_balanced_channels, system.charge), (arch.spin_balanced_channels, system.spin - 1)):
+        for channels, total in (
+            (arch.charge_balanced_channels, system.charge),
+            (arch.spin_balanced_channels, system.spin - 1),
+        ):
             if channels:
                 chosen = slice(min(channels), max(channels) + 1)
                 scalars = x[:, :1, chosen]
@@ -395,7 +398,7 @@ class FusedBackend:
             into = _segment_sum(gradient, edges.row_start)
             out_of = _segment_sum(gradient[edges.by_source], edges.source_row_start)
             found["forces"] = into - out_of
-            found["virial"] = (geometry.vectors.double()[:, :, None] * gradient[:, None, :]).sum(dim=0)
+            found["virial"] = (edges.vectors[:, :, None] * gradient[:, None, :]).sum(dim=0)
         # One copy to the host, and with it the one wait for the device.
         flat = torch.cat([energies, *(t.flatten() for t in found.values())]).cpu().numpy()
         num_atoms = len(system.numbers)

@@ -9,6 +9,7 @@ backward pass are the node features and, if there is room, the first linear's ou
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from .edge import (
     EdgeList,
     gather_rotate_scale_backward,
     gather_rotate_scale_forward,
+    reference_gradient,
     rotate_back_sum_backward,
     rotate_back_sum_forward,
 )
@@ -43,7 +45,7 @@ class Geometry:
 
     Attributes:
         vectors: edge vectors [E, 3] in A.
-        distances: their lengths [E].
+        distances: their lengths [E], float64.
         pair: index of each edge's pair of elements [E].
         weight, weight_slope: the envelope [E] and its derivative (1/A).
         source, target: atoms of each edge [E].
@@ -125,7 +127,8 @@ class _EdgeConvolution(torch.autograd.Function):
         x, vectors, *kept = ctx.saved_tensors
         geometry, w = ctx.geometry, ctx.weights
         if torch.is_grad_enabled():
-            return (*_differentiable_gradient(edge_convolution_reference, x, vectors, geometry, w, grad), None, None)
+            function = functools.partial(edge_convolution_reference, geometry=geometry, w=w)
+            return (*reference_gradient(function, (x, vectors), grad), None, None)
         grad = grad.contiguous()
         whole = len(geometry.chunks) == 1
         grad_x = x.new_empty(2, *x.shape) if whole else x.new_zeros(2, *x.shape)
@@ -172,11 +175,8 @@ class _EdgeDegree(torch.autograd.Function):
         (vectors,) = ctx.saved_tensors
         geometry, radial, out, kind = ctx.constants
         if torch.is_grad_enabled():
-            with torch.enable_grad():
-                found = torch.autograd.grad(
-                    edge_degree_reference(vectors, geometry, radial, out), vectors, grad, create_graph=True
-                )
-            return (*found, None, None, None, None)
+            function = functools.partial(edge_degree_reference, geometry=geometry, radial=radial, out=out)
+            return (*reference_gradient(function, (vectors,), grad), None, None, None, None)
         grad = grad.contiguous()
         grad_vectors = torch.empty_like(geometry.vectors)
         for chunk in geometry.chunks:
@@ -187,13 +187,6 @@ class _EdgeDegree(torch.autograd.Function):
             )
             grad_vectors[chunk.first : chunk.last] = found
         return grad_vectors, None, None, None, None
-
-
-def _differentiable_gradient(function, x, vectors, geometry, w, grad):
-    with torch.enable_grad():
-        inputs = [t for t in (x, vectors) if t.requires_grad]
-        found = iter(torch.autograd.grad(function(x, vectors, geometry, w), inputs, grad, create_graph=True))
-    return tuple(next(found) if t.requires_grad else None for t in (x, vectors))
 
 
 def edge_convolution(x: Tensor, vectors: Tensor, geometry: Geometry, weights: ConvolutionWeights) -> Tensor:

@@ -6,10 +6,11 @@ frame, r the radial weights, w the envelope::
     y[e] = r[e] * D[e] (x[source], x[target])           [E, 9, 2C]
     o[i] = sum over edges e into i of w[e] D[e]^T z[e]  [N, 9, C]
 
-No rotation matrix is stored and no gradient of one is taken. The energy does not depend on the roll about an edge, so
-its gradient with respect to the edge vector is a torque over the length, ``R^T (e x tau) / d``, plus the part along the
-edge, which comes from what depends on the length. The vector gradients of these operations are therefore right only
-under a function that does not depend on the roll, as every use in an equivariant network is.
+No rotation matrix is stored and no gradient of one is taken. As an edge turns, its frame follows by the shortest
+rotation, so the gradient with respect to the edge vector is a torque over the length, ``R^T (e x tau) / d``, plus the
+part along the edge, which comes from what depends on the length. That the frame's roll about the edge follows in this
+way and no other makes no difference to a function that does not depend on the roll, as the energy of an equivariant
+network does not.
 
 Sums into atoms run over edges in a fixed order, by one program an atom: no atomics, bitwise repeatable. The backward of
 the first operation needs no [E, 9, 2C] gradient of the gathered features either: an atom's program walks the edges into
@@ -18,6 +19,8 @@ it, then those out of it, with the atom's own features in registers.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -382,7 +385,8 @@ class _GatherRotateScale(torch.autograd.Function):
     def backward(ctx, grad):
         x, vectors, radial = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return (*reference_gradient(_reference_gather, (x, vectors, radial), ctx.edges, grad), None)
+            function = functools.partial(_reference_gather, edges=ctx.edges)
+            return (*reference_gradient(function, (x, vectors, radial), grad), None)
         grad_x = x.new_empty(2, *x.shape)
         rest = gather_rotate_scale_backward(grad.contiguous(), x, vectors, radial, None, ctx.edges, grad_x)
         return grad_x[0] + grad_x[1], *rest, None
@@ -392,13 +396,14 @@ def _reference_gather(x, vectors, radial, edges):
     return reference.gather_rotate_scale(x, vectors, radial, edges.source, edges.target)
 
 
-def reference_gradient(function, inputs, constant, grad):
-    """Gradients through a reference function that can be differentiated again (create_graph)."""
+def reference_gradient(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -> tuple:
+    """Gradients through a reference function that can be differentiated again, for a backward under create_graph."""
     with torch.enable_grad():
-        wanted = [t for t in inputs if t.requires_grad]
-        out = function(*inputs, constant)
-        found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-    return tuple(next(found) if t.requires_grad else None for t in inputs)
+        # Aliases: an input may itself depend on another one, and only this function's own derivatives are wanted.
+        aliases = [t.view_as(t) for t in inputs]
+        wanted = [a for a in aliases if a.requires_grad]
+        found = iter(torch.autograd.grad(function(*aliases), wanted, grad, create_graph=True))
+    return tuple(next(found) if a.requires_grad else None for a in aliases)
 
 
 def gather_rotate_scale(x: Tensor, vectors: Tensor, radial: Tensor, edges: EdgeList) -> Tensor:
@@ -411,8 +416,7 @@ def gather_rotate_scale(x: Tensor, vectors: Tensor, radial: Tensor, edges: EdgeL
         edges: indices, from :func:`sorted_edges`.
 
     Returns:
-        [E, 9, 2C], m-major. The gradient with respect to ``vectors`` holds under functions that do not depend on the
-        roll about the edge; second derivatives go through the reference.
+        [E, 9, 2C], m-major. Second derivatives go through the reference.
 
     Raises:
         ValueError, TypeError: a shape, type or device does not fit.
@@ -639,7 +643,8 @@ class _RotateBackSum(torch.autograd.Function):
     def backward(ctx, grad):
         z, vectors, weight = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return (*reference_gradient(_reference_sum, (z, vectors, weight), ctx.edges, grad), None)
+            function = functools.partial(_reference_sum, edges=ctx.edges)
+            return (*reference_gradient(function, (z, vectors, weight), grad), None)
         kind = "double" if z.dtype == torch.float64 else "single"
         grad_z, grad_vectors, grad_weight = rotate_back_sum_backward(
             grad.contiguous(), z, vectors, weight, ctx.edges, kind
@@ -662,8 +667,7 @@ def rotate_back_sum(z: Tensor, vectors: Tensor, weight: Tensor, edges: EdgeList)
         edges: indices, from :func:`sorted_edges`.
 
     Returns:
-        [N, 9, C], l-major. The gradient with respect to ``vectors`` holds for messages that were computed in the edge
-        frame; second derivatives go through the reference.
+        [N, 9, C], l-major. Second derivatives go through the reference.
 
     Raises:
         ValueError, TypeError: a shape, type or device does not fit.

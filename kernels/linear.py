@@ -220,7 +220,7 @@ def block_linear(x: Tensor, weights: BlockWeights) -> Tensor:
         ValueError, TypeError: the last dimension or the device does not fit.
     """
     depth = sum(k for k, _ in weights.shapes)
-    check_shape("x", x.reshape(-1, x.shape[-1]) if x.dim() else x, (None, depth), None)
+    check_shape("x", x, (*(None,) * max(x.dim() - 1, 0), depth))
     if x.device != weights.matrices[0].device:
         raise ValueError(f"x: expected device {weights.matrices[0].device}, got {x.device}")
     x = x.to(weights.matrices[0].dtype)
@@ -228,4 +228,4 @@ def block_linear(x: Tensor, weights: BlockWeights) -> Tensor:
         out = reference.block_linear(x.reshape(-1, depth), list(weights.matrices), weights.bias)
     else:
         out = _BlockLinear.apply(x.reshape(-1, depth), weights, False, True)
-    return out.view(*x.shape[:-1], -1)
+    return out.view(*x.shape[:-1], out.shape[1])

@@ -58,11 +58,24 @@ def network_with_slope(
     distances: Tensor, pair_bias: Tensor, pair: Tensor, layers: reference.RadialLayers
 ) -> tuple[Tensor, Tensor]:
     """Hidden activations [E, B] of a radial network and their derivatives with respect to the distance (1/A)."""
+    offset = distances[:, None] - layers.centres
+    gaussians = torch.exp(layers.gaussian_exponent * offset**2)
+    slopes = 2 * layers.gaussian_exponent * offset * gaussians
+    hidden = gaussians @ layers.weight_distance + pair_bias[pair]
+    hidden, slope = _norm_silu_with_slope(hidden, slopes @ layers.weight_distance, *layers.norm_first)
+    hidden, slope = hidden @ layers.weight_second + layers.bias_second, slope @ layers.weight_second
+    return _norm_silu_with_slope(hidden, slope, *layers.norm_second)
 
-    def hidden(d: Tensor) -> Tensor:
-        return reference.radial_network(d, pair_bias, pair, layers)
 
-    return torch.func.jvp(hidden, (distances,), (torch.ones_like(distances),))
+def _norm_silu_with_slope(x: Tensor, dx: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Layer norm, then SiLU, of rows x [E, B] with derivatives dx along one direction."""
+    x, dx = x - x.mean(dim=1, keepdim=True), dx - dx.mean(dim=1, keepdim=True)
+    scale = (x.square().mean(dim=1, keepdim=True) + 1e-5).rsqrt()
+    y = x * scale
+    dy = (dx - y * (y * dx).mean(dim=1, keepdim=True)) * scale
+    y, dy = y * weight + bias, dy * weight
+    s = y.sigmoid()
+    return y * s, dy * s * (1 + y * (1 - s))
 
 
 @triton.jit
@@ -70,7 +83,6 @@ def _radial_table_kernel(
     distances,
     pair,
     coefficients,
-    inverse_spacing,
     high,
     low,
     unscale,
@@ -79,6 +91,7 @@ def _radial_table_kernel(
     slope_unscale,
     num_edges,
     INTERVALS: tl.constexpr,
+    INVERSE_SPACING: tl.constexpr,
     B: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -90,9 +103,10 @@ def _radial_table_kernel(
     channels = tl.arange(0, BLOCK_B)[None, :]
     m_e = edges < num_edges
     mask = m_e & (channels < B)
-    position = tl.load(distances + edges, mask=m_e, other=0.0) * inverse_spacing
+    # In float64: the place between two knots is the small difference of large numbers.
+    position = tl.load(distances + edges, mask=m_e, other=0.0) * INVERSE_SPACING
     interval = tl.minimum(position.to(tl.int32), INTERVALS - 1)
-    t = position - interval.to(tl.float32)
+    t = (position - interval.to(tl.float64)).to(tl.float32)
     row = tl.load(pair + edges, mask=m_e, other=0).to(tl.int64) * INTERVALS + interval
     at = coefficients + row * (4 * B) + channels
     c0 = tl.load(at, mask=mask, other=0.0)
@@ -107,7 +121,7 @@ def _radial_table_kernel(
         tl.store(unscale + edges, inverse, mask=m_e)
     store_value(high, low, out, mask, value, scale, SPLIT)
     if SLOPE:
-        slope = (c1 + t * (2.0 * c2 + 3.0 * t * c3)) * inverse_spacing
+        slope = (c1 + t * (2.0 * c2 + 3.0 * t * c3)) * INVERSE_SPACING
         if SPLIT > 0:
             scale, inverse = power_of_two_scale(tl.max(tl.abs(slope), axis=1)[:, None])
             tl.store(slope_unscale + edges, inverse, mask=m_e)
@@ -120,7 +134,7 @@ def look_up(
     """Tabulated activations of each edge as operands [E, B], and their derivatives if wanted.
 
     Args:
-        distances: d [E] in A, float32, at most the table's cutoff.
+        distances: d [E] in A, float64, at most the table's cutoff.
         pair: index of each edge's pair of elements [E].
         kind: storage of the results ("single", "split" or "half").
     """
@@ -132,7 +146,6 @@ def look_up(
             distances,
             pair,
             table.coefficients,
-            1 / table.spacing,
             value.high,
             value.low,
             value.unscale,
@@ -141,6 +154,7 @@ def look_up(
             slope and slope.unscale,
             num_edges,
             INTERVALS=NUM_KNOTS - 1,
+            INVERSE_SPACING=1 / table.spacing,
             B=width,
             BLOCK_E=4,
             BLOCK_B=max(16, triton.next_power_of_2(width)),
@@ -166,8 +180,11 @@ class Radial:
     table: RadialTable | None
 
     def hidden(self, distances: Tensor, pair: Tensor, kind: str, with_slope: bool) -> tuple[Operand, Operand | None]:
-        """Hidden activations of each edge as operands [E, B], and their derivatives (1/A) if wanted."""
+        """Hidden activations of each edge as operands [E, B], and their derivatives (1/A) if wanted.
+
+        `distances` [E] are in A, float64.
+        """
         if self.table is not None:
             return look_up(distances, pair, self.table, kind, with_slope)
-        value, slope = network_with_slope(distances, self.pair_bias, pair, self.layers)
+        value, slope = network_with_slope(distances.to(self.pair_bias.dtype), self.pair_bias, pair, self.layers)
         return to_operand(value, kind), to_operand(slope, kind) if with_slope else None

@@ -29,7 +29,7 @@ def edge_frame(vectors: Tensor) -> Tensor:
 
     The energy does not depend on the roll about the edge, so the roll may follow the edge in any way. Its value here is
     that of the kernels: turn about y until the edge lies in the half plane x = 0, z >= 0, then about x. Its derivative
-    is that of the shortest rotation from there, which is smooth for every edge, those along y included.
+    is that of the shortest rotation from there, which has no roll and is smooth for every edge, those along y included.
 
     Args:
         vectors: edge vectors [E, 3] in A, none of length zero.
@@ -44,15 +44,12 @@ def edge_frame(vectors: Tensor) -> Tensor:
         on_axis = rho == 0
         safe = torch.where(on_axis, torch.ones_like(rho), rho)
         c, s = torch.where(on_axis, torch.ones_like(rho), z / safe), x / safe
-        zero, one = torch.zeros_like(c), torch.ones_like(c)
-        turn = torch.stack([c, zero, -s, zero, one, zero, s, zero, c], dim=1).view(-1, 3, 3)
-        # Rodrigues' formula below has a pole at -y: turn the lower half space by pi about x first.
-        down = torch.where(y < 0, -one, one)
-        turn = torch.stack([one, down, down], dim=1)[:, :, None] * turn
-    x, y, z = torch.einsum("eij,ej->ei", turn, unit).unbind(1)
+        rows = [c, torch.zeros_like(c), -s, s * rho, y, c * rho, s * y, -rho, c * y]
+        frame = torch.stack(rows, dim=1).view(-1, 3, 3)
+    x, y, z = torch.einsum("eij,ej->ei", frame, unit).unbind(1)  # the polar axis, with a derivative
     k = 1 / (1 + y)
-    rows = [1 - x * x * k, -x, -x * z * k, x, y, z, -x * z * k, -z, 1 - z * z * k]
-    return torch.stack(rows, dim=1).view(-1, 3, 3) @ turn
+    rows = [1 - x * x * k, -x, -x * z * k, x, y, z, -x * z * k, -z, 1 - z * z * k]  # Rodrigues' formula
+    return torch.stack(rows, dim=1).view(-1, 3, 3) @ frame
 
 
 def _degree_two_basis(like: Tensor) -> Tensor:
@@ -239,9 +236,15 @@ class RadialLayers:
 
 
 def envelope(distances: Tensor, cutoff: float) -> Tensor:
-    """Polynomial envelope of exponent 5 (Gasteiger et al., 2020): 1 at d = 0, three vanishing derivatives at the cutoff."""
+    """Polynomial envelope of exponent 5 (Gasteiger et al., 2020): 1 at d = 0, smoothly 0 at the cutoff."""
     u = distances / cutoff
     return torch.where(u < 1, 1 + u**5 * (-21 + u * (35 - 15 * u)), torch.zeros_like(u))
+
+
+def envelope_slope(distances: Tensor, cutoff: float) -> Tensor:
+    """Derivative of :func:`envelope` with respect to the distance (1/A)."""
+    u = distances / cutoff
+    return torch.where(u < 1, -105 / cutoff * u**4 * (1 - u) ** 2, torch.zeros_like(u))
 
 
 def rms_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:

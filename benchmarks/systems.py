@@ -1,0 +1,35 @@
+"""The structures that the benchmarks time, by the name that stands in their rows."""
+
+from __future__ import annotations
+
+import numpy as np
+from ase import Atoms
+from ase.build import bulk, molecule
+
+COPPER_CELLS = {32: (2, 2, 2), 108: (3, 3, 3), 256: (4, 4, 4), 500: (5, 5, 5), 1000: (5, 5, 10), 2048: (8, 8, 8)}
+COPPER_CELLS |= {8788: (13, 13, 13), 16384: (16, 16, 16), 32000: (20, 20, 20), 12000: (10, 15, 20)}
+
+
+def build(name: str) -> tuple[Atoms, str]:
+    """A rattled structure and its task, from "cu:1000", "water" (192 atoms) or "c60"."""
+    if name.startswith("cu:"):
+        atoms = bulk("Cu", "fcc", a=3.6, cubic=True) * COPPER_CELLS[int(name[3:])]
+        atoms.rattle(0.1, seed=1)
+        return atoms, "omat"
+    if name == "c60":
+        atoms = molecule("C60")
+        atoms.rattle(0.05, seed=1)
+        return atoms, "omol"
+    if name == "water":
+        rng = np.random.default_rng(1)
+        spacing = (18.015 / 0.602214 / 1.0) ** (1 / 3)  # A, one molecule of water at 1 g/cm^3
+        box = molecule("H2O")
+        atoms = Atoms(cell=[4 * spacing] * 3, pbc=True)
+        for site in np.ndindex(4, 4, 4):
+            one = box.copy()
+            one.euler_rotate(*(360 * rng.random(3)), center="COM")
+            one.translate((np.array(site) + 0.5) * spacing - one.get_center_of_mass())
+            atoms += one
+        atoms.rattle(0.02, seed=1)
+        return atoms, "omat"
+    raise ValueError(f"system: expected cu:N, water or c60, got {name!r}")

@@ -1,0 +1,214 @@
+"""The fused engine: kernels against its plain form, plain form against fairchem-core, and physics as properties."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ase import Atoms
+from ase.build import bulk, fcc111, molecule
+from ase.stress import full_3x3_to_voigt_6_stress
+from devices import DEVICES
+from tolerances import FORCE_ERROR
+
+from ase_fastuma.checkpoint import load_checkpoint
+from ase_fastuma.engine import FusedBackend
+from ase_fastuma.general import GeneralBackend
+from ase_fastuma.settings import Settings
+from ase_fastuma.system import System
+
+ALL = frozenset({"energy", "energies", "forces", "stress"})
+CUTOFF = 5.0
+
+
+def salt() -> Atoms:
+    atoms = bulk("NaCl", "rocksalt", a=5.6, cubic=True)
+    atoms.rattle(0.1, seed=1)
+    return atoms
+
+
+def ethanol() -> Atoms:
+    atoms = molecule("CH3CH2OH")
+    atoms.rattle(0.05, seed=2)
+    return atoms
+
+
+STRUCTURES = {
+    "salt": (salt(), "omat", 0, 0),
+    "molecule": (ethanol(), "omol", 1, 2),
+    "slab": (fcc111("Pt", (2, 2, 2), vacuum=8.0), "omat", 0, 0),
+    "one atom, many images": (bulk("Al", a=3.2), "omat", 0, 0),
+    "lone atom": (Atoms("He"), "omol", 0, 1),
+    "two far atoms": (Atoms("ArAr", positions=[[0, 0, 0], [0, 0, 20]]), "omol", 0, 1),
+}
+
+
+def system(atoms: Atoms, task: str = "omat", charge: int = 0, spin: int = 0) -> System:
+    return System.from_atoms(atoms, task, charge, spin, CUTOFF)
+
+
+@pytest.fixture(scope="module")
+def backends(standin):
+    """Engines by (device, precision, plain), opened on first use."""
+    checkpoint, opened = load_checkpoint(standin), {}
+
+    def get(device="cpu", precision="float64", plain=True):
+        key = (device, precision, plain)
+        if key not in opened:
+            opened[key] = FusedBackend(checkpoint, Settings(device=device, precision=precision), plain=plain)
+        return opened[key]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def general(standin):
+    return GeneralBackend(load_checkpoint(standin), Settings(device="cpu", precision="float64", backend="general"))
+
+
+def assert_equal(got: dict, want: dict, tolerance: float) -> None:
+    scale = max(np.abs(want["forces"]).max(), 1.0)
+    assert got["energy"] == pytest.approx(want["energy"], abs=tolerance * scale * len(want["energies"]))
+    for name in ("energies", "forces", "stress"):
+        np.testing.assert_allclose(got[name], want[name], rtol=0, atol=tolerance * scale, err_msg=name)
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_plain_form_equals_general_mode(backends, general, name):
+    chosen = system(*STRUCTURES[name])
+    assert_equal(backends().evaluate(chosen, ALL), general.evaluate(chosen, ALL), 1e-8)
+
+
+@pytest.mark.parametrize("precision", FORCE_ERROR)
+@pytest.mark.parametrize("device", DEVICES)
+def test_kernels_equal_the_plain_form(backends, device, precision):
+    chosen = system(*STRUCTURES["molecule"])
+    got = backends(device, precision, plain=False).evaluate(chosen, ALL)
+    assert_equal(got, backends().evaluate(chosen, ALL), FORCE_ERROR[precision])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", FORCE_ERROR)
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_kernels_equal_the_plain_form_on_every_structure(backends, name, precision):
+    chosen = system(*STRUCTURES[name])
+    got = backends("cuda", precision, plain=False).evaluate(chosen, ALL)
+    assert_equal(got, backends().evaluate(chosen, ALL), FORCE_ERROR[precision])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", FORCE_ERROR)
+def test_chunks_equal_one_piece(backends, precision, monkeypatch):
+    """Parts with recomputation give the same numbers, to the order of the sums over parts."""
+    chosen = system(bulk("Cu", cubic=True) * (4, 4, 4))
+    whole = backends("cuda", precision, plain=False).evaluate(chosen, ALL)
+    monkeypatch.setattr("ase_fastuma.engine._CHUNK_EDGES", 3000)
+    monkeypatch.setattr(FusedBackend, "_keeps_activations", lambda self, num_edges: False)
+    parts = backends("cuda", precision, plain=False).evaluate(chosen, ALL)
+    assert_equal(parts, whole, 1e-5 if precision != "float64" else 1e-12)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bitwise_repeatable(backends, device):
+    engine = backends(device, "accurate", plain=False)
+    first, second = (engine.evaluate(system(*STRUCTURES["molecule"]), ALL) for _ in range(2))
+    for name in ALL:
+        np.testing.assert_array_equal(first[name], second[name])
+
+
+def test_only_what_was_asked_for(backends):
+    found = backends().evaluate(system(salt()), frozenset({"energy"}))
+    assert set(found) == {"energy"}
+    assert found["energy"] == pytest.approx(float(backends().evaluate(system(salt()), ALL)["energy"]), abs=1e-10)
+
+
+def test_forces_are_the_derivative_of_the_energy(backends):
+    atoms, step = ethanol(), 1e-4
+    forces = backends().evaluate(system(atoms, "omol", 0, 1), ALL)["forces"]
+    for atom, axis in ((0, 0), (2, 1), (5, 2)):
+        energies = []
+        for sign in (1, -1):
+            moved = atoms.copy()
+            moved.positions[atom, axis] += sign * step
+            energies.append(float(backends().evaluate(system(moved, "omol", 0, 1), frozenset({"energy"}))["energy"]))
+        assert forces[atom, axis] == pytest.approx(-(energies[0] - energies[1]) / (2 * step), abs=1e-6)
+
+
+def test_stress_is_the_derivative_of_the_energy(backends):
+    atoms, step = salt(), 1e-5
+    atoms.set_cell(atoms.cell.array @ (np.eye(3) + 0.05 * np.array([[0, 1, 2], [0, 0, 1], [0, 0, 0]])), scale_atoms=True)
+    stress = backends().evaluate(system(atoms), ALL)["stress"]
+    numeric = np.zeros((3, 3))
+    for i in range(3):
+        for j in range(3):
+            for sign in (1, -1):
+                strain = np.eye(3)
+                strain[i, j] += sign * step / 2
+                strain[j, i] += sign * step / 2
+                strained = atoms.copy()
+                strained.set_cell(atoms.cell.array @ strain, scale_atoms=True)
+                energy = float(backends().evaluate(system(strained), frozenset({"energy"}))["energy"])
+                numeric[i, j] += sign * energy / (2 * step * atoms.get_volume())
+    np.testing.assert_allclose(full_3x3_to_voigt_6_stress(stress), full_3x3_to_voigt_6_stress(numeric), atol=1e-6)
+
+
+def test_rotation_reflection_permutation(backends):
+    atoms = ethanol()
+    want = backends().evaluate(system(atoms, "omol", 0, 1), ALL)
+    rng = np.random.default_rng(3)
+    turn = np.linalg.qr(rng.normal(size=(3, 3)))[0]
+    for matrix in (turn, turn * np.array([-1, 1, 1])):  # one of the two is a reflection
+        order = rng.permutation(len(atoms))
+        moved = atoms[order]
+        moved.positions = moved.positions @ matrix.T + 3.0
+        got = backends().evaluate(system(moved, "omol", 0, 1), ALL)
+        assert got["energy"] == pytest.approx(float(want["energy"]), abs=1e-9), matrix
+        np.testing.assert_allclose(got["forces"], want["forces"][order] @ matrix.T, atol=1e-9, err_msg=str(matrix))
+
+
+def test_supercells_and_images(backends):
+    atoms = salt()
+    want = backends().evaluate(system(atoms), ALL)
+    double = backends().evaluate(system(atoms * (2, 1, 1)), ALL)
+    assert double["energy"] == pytest.approx(2 * float(want["energy"]), abs=1e-9)
+    np.testing.assert_allclose(double["forces"], np.tile(want["forces"], (2, 1)), atol=1e-9)
+    moved = atoms.copy()
+    moved.positions[3] += atoms.cell.array[0] - 2 * atoms.cell.array[2]
+    np.testing.assert_allclose(backends().evaluate(system(moved), ALL)["forces"], want["forces"], atol=1e-9)
+
+
+def test_alternating_compositions_reuse_merged_weights(backends, monkeypatch):
+    engine = backends()
+    first = {n: engine.evaluate(system(*STRUCTURES[n]), ALL) for n in ("salt", "slab")}
+    monkeypatch.setattr(engine, "_loaded", lambda: pytest.fail("weights were merged again"))
+    for name in ("salt", "slab", "salt", "slab"):
+        assert_equal(engine.evaluate(system(*STRUCTURES[name]), ALL), first[name], 1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["accurate", "fast"])
+def test_torch_switches_neither_act_nor_change(backends, precision):
+    import torch
+
+    engine, chosen = backends("cuda", precision, plain=False), system(salt())
+    want = engine.evaluate(chosen, ALL)
+    before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = True
+        got = engine.evaluate(chosen, ALL)
+        assert torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    for name in ALL:
+        np.testing.assert_array_equal(got[name], want[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_cells", [(10, 15, 20), (20, 20, 20)], ids=["12000", "32000"])
+def test_large_crystals_equal_small_ones(backends, num_cells):
+    """12,000 and 32,000 atoms: offsets beyond 2^31, energies per atom as in a small crystal."""
+    unit = bulk("Cu", cubic=True)
+    small = backends("cuda", "accurate", plain=False).evaluate(system(unit * (4, 4, 4)), ALL)
+    large = backends("cuda", "accurate", plain=False).evaluate(system(unit * num_cells), ALL)
+    per_atom = float(small["energy"]) / 256
+    assert float(large["energy"]) / (4 * np.prod(num_cells)) == pytest.approx(per_atom, abs=1e-5)
+    np.testing.assert_allclose(large["stress"], small["stress"], atol=1e-5 * max(1.0, np.abs(small["stress"]).max()))
