@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import logging
 import warnings
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,10 @@ from ase_fastuma.settings import BackendChoice, Precision, Settings, integral
 from ase_fastuma.system import System
 
 logger = logging.getLogger(__name__)
+
+# Structures whose results are kept, so that images of a path that share a calculator are not evaluated anew each time
+# that an optimiser comes back to them: at most so many, and at most so many atoms in all.
+_KEPT_STRUCTURES, _KEPT_ATOMS = 64, 100_000
 
 
 class _Running(NamedTuple):
@@ -121,8 +126,8 @@ class FastUMACalculator(Calculator):
 
     def _configure(self, settings: Settings) -> None:
         """Take over settings without loading anything."""
-        self.reset()
         self._settings = settings
+        self.reset()
         self._running: _Running | None = None
         self._said: set[str] = set()
         chosen = dataclasses.asdict(settings)
@@ -190,24 +195,41 @@ class FastUMACalculator(Calculator):
         if atoms is None:
             raise ValueError("atoms: expected a structure, got None before any evaluation")
         running = self._start()
-        task, charge, spin = self._state(atoms)
+        state = self._state(atoms)
+        system = self._system(atoms, *state)
         wanted = {"energy", "energies", "forces"} | ({"stress"} if _has_volume(atoms) else set())
         if running.checkpoint.architecture.direct_forces:
-            wanted &= {"energy", "energies", *running.checkpoint.tasks[task].properties}
+            wanted &= {"energy", "energies", *running.checkpoint.tasks[system.task].properties}
         for name in properties:
             if name not in wanted and name != "free_energy":
-                raise PropertyNotImplementedError(_why_not(name, task, running.checkpoint))
+                raise PropertyNotImplementedError(_why_not(name, system.task, running.checkpoint))
 
-        self.reset()
-        system = self._system(atoms, task, charge, spin)
-        results = _evaluate(running.backend, system, frozenset(wanted))
+        self.atoms, self.results = None, {}
+        key = (state, *(array.tobytes() for array in (atoms.numbers, atoms.positions, atoms.cell.array, atoms.pbc)))
+        results = self._recent.pop(key, None)
+        if results is None:
+            results = _evaluate(running.backend, system, frozenset(wanted))
+            energy = float(results.pop("energy"))
+            if "stress" in results:
+                # The backend's cell has open axes of its own; the user's stress refers to the user's volume.
+                results["stress"] = full_3x3_to_voigt_6_stress(results["stress"] * (system.volume / atoms.cell.volume))
+            results = {"energy": energy, "free_energy": energy, **results}
+        self._keep(key, results)
         self.atoms = Atoms(numbers=atoms.numbers, positions=atoms.positions, cell=atoms.cell, pbc=atoms.pbc)
-        self.parameters |= {"task": task, "charge": charge, "spin": spin}
-        energy = float(results.pop("energy"))
-        if "stress" in results:
-            # The backend's cell has open axes of its own; the user's stress refers to the user's volume.
-            results["stress"] = full_3x3_to_voigt_6_stress(results["stress"] * (system.volume / atoms.cell.volume))
-        self.results = {"energy": energy, "free_energy": energy, **results}
+        self.parameters |= dict(zip(("task", "charge", "spin"), state, strict=True))
+        self.results = copy.deepcopy(results)
+
+    def reset(self) -> None:
+        """Forget all results."""
+        super().reset()
+        self._recent: OrderedDict[tuple, dict[str, Any]] = OrderedDict()
+
+    def _keep(self, key: tuple, results: dict[str, Any]) -> None:
+        """Keep the results of a structure; the oldest make room."""
+        self._recent[key] = results
+        allowed = min(_KEPT_STRUCTURES, max(1, _KEPT_ATOMS // len(results["energies"])))
+        while len(self._recent) > allowed:
+            self._recent.popitem(last=False)
 
     def get_hessian(self, atoms: Atoms | None = None) -> np.ndarray:
         """Second derivatives of the energy with respect to the positions: float64 [3 N, 3 N] in eV/A^2, not kept."""
@@ -278,8 +300,9 @@ class FastUMACalculator(Calculator):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FastUMACalculator:
         """A calculator of its own that shares the weights."""
-        clone = copy.copy(self)
+        clone = copy.copy(self)  # through __getstate__: settings only
         clone._running = self._running
+        clone._said = set(self._said)
         clone.atoms = None if self.atoms is None else self.atoms.copy()
         clone.results = copy.deepcopy(self.results, memo)
         clone.parameters = dict(self.parameters)

@@ -12,6 +12,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 
 from ase_fastuma.checkpoint import Checkpoint, CheckpointError
+from ase_fastuma.experts import mixture_key
 from ase_fastuma.settings import Settings
 from ase_fastuma.system import System
 
@@ -31,6 +33,7 @@ class GeneralBackend:
 
     The experts are merged once for each (reduced composition, charge, spin, task); merged models are kept, the least
     recently used one giving way. The unmerged model stays on the CPU and shares its weights with the checkpoint.
+    Two things differ from fairchem-core's own use of it: sums over atoms are in float64, and results are repeatable.
     """
 
     name = "general"
@@ -77,6 +80,7 @@ class GeneralBackend:
                 torch.set_grad_enabled(derivatives),
                 torch.autocast(self._device.type, enabled=False),
                 _ieee_products(),
+                _fixed_rolls(self._device),
                 _beta_warnings_ignored(),
             ):
                 output = model(_data(system, self._dtype).to(self._device))
@@ -108,11 +112,12 @@ class GeneralBackend:
 
     def _model(self, system: System) -> torch.nn.Module:
         """The model for the system: merged for it, or the one for all."""
-        key = (system.composition, system.charge, system.spin, system.task) if self._merges else ()
+        key = mixture_key(self._checkpoint.architecture, system) if self._merges else ()
         model = self._models.get(key)
         if model is None:
             model = self._merged(system) if self._merges else self._template
             model = model.to(self._device).requires_grad_(False).eval()
+            model.backbone.balance_channels = partial(_balance, model.backbone)
             self._models[key] = model
             if len(self._models) > _CACHED_MODELS:
                 self._models.popitem(last=False)
@@ -134,15 +139,15 @@ class GeneralBackend:
 
 def _build(checkpoint: Checkpoint, activation_checkpointing: bool) -> Any:
     """fairchem-core's model with the checkpoint's weights, experts not merged, on the CPU."""
-    with _untouched_by_import():
-        from fairchem.core.models.base import HydraModel
+    import_fairchem()
+    from fairchem.core.models.base import HydraModel
 
     config = copy.deepcopy({key: value for key, value in checkpoint.config.items() if key != "_target_"})
     config["backbone"] |= {
         "always_use_pbc": False,  # axes that the structure leaves open stay open
         "otf_graph": True,
         "radius_pbc_version": 2,
-        "use_quaternion_wigner": True,  # the other choice draws random numbers
+        "use_quaternion_wigner": True,
         "activation_checkpointing": activation_checkpointing,
         "hessian_vmap": False,  # one column at a time: vmap needs 3 N times the memory of one backward pass
         "execution_mode": "general",
@@ -179,6 +184,29 @@ def _data(system: System, dtype: torch.dtype) -> Any:
         tags=torch.zeros(n, dtype=torch.long),
         dataset=[system.task],
     )
+
+
+def _balance(
+    backbone: Any,
+    x_message_prime: torch.Tensor,
+    charge: torch.Tensor,
+    spin: torch.Tensor,
+    natoms: torch.Tensor,
+    batch: torch.Tensor,
+) -> torch.Tensor:
+    """Shift the balanced channels [N, coefficients, C] so that they add up to charge and spin, with sums in float64.
+
+    In float32 the rounding of the sum, which all atoms share, makes the energy of a large cell differ from that of its
+    parts. Takes fairchem-core's arguments; there is one system.
+    """
+    x = x_message_prime.clone()
+    for start, end, total in (
+        (backbone.charge_channel_start, backbone.charge_channel_end, charge.double()),
+        (backbone.spin_channel_start, backbone.spin_channel_end, spin.double() - 1),
+    ):
+        excess = x[:, 0, start:end].sum(dim=0, dtype=torch.float64) - total
+        x[:, 0, start:end] -= (excess / natoms).to(x.dtype)
+    return x
 
 
 def _request(model: torch.nn.Module, properties: frozenset[str]) -> None:
@@ -233,6 +261,19 @@ def _ieee_products() -> Iterator[None]:
 
 
 @contextmanager
+def _fixed_rolls(device: torch.device) -> Iterator[None]:
+    """fairchem-core draws a roll about each edge at random, which results do not depend on beyond rounding.
+
+    Here the draws are the same in each evaluation, and the process's own random numbers stay as they are.
+    """
+    on_cuda = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device.index] if on_cuda else []):
+        generator = torch.cuda.default_generators[device.index] if on_cuda else torch.default_generator
+        generator.manual_seed(0)
+        yield
+
+
+@contextmanager
 def _beta_warnings_ignored() -> Iterator[None]:
     """torch warns that index_reduce, which the mixing of experts uses, is in beta; that helps no user."""
     with warnings.catch_warnings():
@@ -240,15 +281,14 @@ def _beta_warnings_ignored() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _untouched_by_import() -> Iterator[None]:
-    """Import fairchem-core without its side effects: warning filters, environment variables, a line on stderr."""
+def import_fairchem() -> None:
+    """Import fairchem-core's models without the side effects: warning filters, environment variables, a line on stderr."""
     environment = dict(os.environ)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if not torch.cuda.is_available() and find_spec("nvalchemiops") is not None:
             _import_silently("nvalchemiops.torch.neighbors")
-        yield
+        import fairchem.core.models.uma.escn_moe  # noqa: F401
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
 

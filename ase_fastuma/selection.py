@@ -12,6 +12,16 @@ from ase_fastuma.settings import Settings
 # What the fused backend computes.
 FUSED_PROPERTIES = frozenset({"energy", "energies", "forces", "stress"})
 
+# Choices of an architecture that it knows; a checkpoint with any other runs in general mode.
+FUSED_CHOICES = {
+    "norm_type": ("rms_norm_sh",),
+    "act_type": ("gate",),
+    "ff_type": ("spectral",),
+    "distance_function": ("gaussian",),
+    "moe_type": ("so2",),
+    "moe_expert_coefficient_norm": ("softmax",),
+}
+
 
 class Selection(NamedTuple):
     """The backend that runs, and why."""
@@ -29,8 +39,12 @@ def unsupported_by_fused(architecture: Architecture) -> list[str]:
         failed.append("conservative forces (the checkpoint predicts forces with a head of their own)")
     if architecture.head_class != "MLP_EFS_Head":
         failed.append(f"the head MLP_EFS_Head (the checkpoint has {architecture.head_class})")
-    if architecture.num_experts and (architecture.moe_type != "so2" or architecture.layers_moe is not None):
-        failed.append("experts in the SO(2) layers of all blocks (the checkpoint places them elsewhere)")
+    if architecture.layers_moe is not None:
+        failed.append(f"experts in all layers (the checkpoint has them in {list(architecture.layers_moe)})")
+    for name, known in FUSED_CHOICES.items():
+        value = getattr(architecture, name)
+        if value not in known:
+            failed.append(f"{name} {' or '.join(known)} (the checkpoint has {value})")
     return failed
 
 

@@ -1,0 +1,109 @@
+"""What all tests share: a stand-in checkpoint, calculators on every backend, uninitialised memory as NaN."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ase import Atoms
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on CPU tensors; read when Triton is imported
+
+import standin as standin_module
+
+import ase_fastuma
+from ase_fastuma import general
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests that need a CUDA device where there is none."""
+    if torch.cuda.is_available():
+        return
+    gpu = [item for item in items if "gpu" in item.keywords]
+    config.hook.pytest_deselected(items=gpu)
+    items[:] = [item for item in items if "gpu" not in item.keywords]
+
+
+@pytest.fixture(scope="session")
+def standin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small UMA with random weights and the tasks omat and omol."""
+    return standin_module.write(tmp_path_factory.mktemp("standin") / "standin.pt")
+
+
+@pytest.fixture(
+    params=[
+        pytest.param({"device": "cpu"}, id="general-cpu"),
+        pytest.param({"device": "cuda", "backend": "fused"}, id="fused", marks=pytest.mark.gpu),
+        pytest.param({"device": "cuda", "backend": "general"}, id="general-cuda", marks=pytest.mark.gpu),
+    ]
+)
+def make(request: pytest.FixtureRequest, standin: Path) -> Callable[..., ase_fastuma.FastUMACalculator]:
+    """`make(**settings)`: a calculator of the stand-in on each backend that this machine has."""
+
+    def make_calculator(model: Any = standin, **settings: Any) -> ase_fastuma.FastUMACalculator:
+        return ase_fastuma.FastUMACalculator(model, **(request.param | settings))
+
+    return make_calculator
+
+
+@pytest.fixture(scope="session")
+def stock() -> Callable[..., tuple[float, np.ndarray]]:
+    """`stock(path, task, atoms)`: energy and forces from fairchem-core's own calculator, an oracle we did not write."""
+
+    def evaluate(path: Path, task: str, atoms: Atoms) -> tuple[float, np.ndarray]:
+        general.import_fairchem()
+        from fairchem.core.calculate.ase_calculator import FAIRChemCalculator
+
+        with torch.random.fork_rng(devices=[]), pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CURRENT_DEVICE_TYPE", "cpu")  # the calculator sets it
+            atoms.calc = FAIRChemCalculator.from_model_checkpoint(str(path), task, "batch", device="cpu")
+            return atoms.get_potential_energy(), atoms.get_forces()
+
+    return evaluate
+
+
+@pytest.fixture(scope="session")
+def fresh_process(standin: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a fresh process prints and changes in its own global state while it evaluates a structure."""
+    folder = tmp_path_factory.mktemp("fresh")
+    script = Path(__file__).with_name("fresh_process.py")
+    command = [sys.executable, str(script), str(standin), str(folder / "changed.json")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
+    assert done.returncode == 0, done.stderr
+    changed = json.loads((folder / "changed.json").read_text())
+    return {"stdout": done.stdout, "stderr": done.stderr, "changed": changed}
+
+
+@pytest.fixture(autouse=True)
+def _poison_uninitialised_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.empty` and its kin return NaN, so that an output that was never written shows."""
+
+    def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def allocate_poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+            tensor = allocate(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() and not tensor.is_meta else tensor
+
+        return allocate_poisoned
+
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+
+
+@pytest.fixture(autouse=True)
+def _working_folder_untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tests run in a folder of their own and leave it as it was, unless they use `tmp_path` themselves."""
+    folder = tmp_path / "working-folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    yield
+    assert os.listdir(folder) == []

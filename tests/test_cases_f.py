@@ -1,0 +1,98 @@
+"""Section F of the cases from the field: unusual and impossible input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import standin as standin_module
+import systems
+import torch
+from ase import Atoms
+
+from ase_fastuma import FastUMACalculator
+
+
+def test_F1_isolated_atom(make: Callable, standin: Path, tmp_path: Path) -> None:
+    """A number, the same from every way to the model, and the same as in an empty box."""
+    elsewhere = tmp_path / "elsewhere.pt"
+    elsewhere.write_bytes(standin.read_bytes())
+    energies = []
+    for calc in (make(task="omol"), make(elsewhere, task="omol")):
+        atom = Atoms("Cu", calculator=calc)
+        with pytest.warns(UserWarning, match="energy of an isolated atom is an extrapolation"):
+            energies.append(atom.get_potential_energy())
+        np.testing.assert_array_equal(atom.get_forces(), np.zeros((1, 3)))
+    box = Atoms("Cu", cell=[30, 30, 30], pbc=True, calculator=make(task="omol"))
+    assert [*energies, box.get_potential_energy()] == pytest.approx([energies[0]] * 3, abs=1e-5)
+    np.testing.assert_allclose(box.get_stress(), 0, atol=1e-12)
+
+
+def test_F1_atoms_out_of_reach_of_each_other(make: Callable) -> None:
+    pair = Atoms("CuAu", [[0, 0, 0], [0, 0, 50]], calculator=make(task="omol"))
+    assert np.isfinite(pair.get_potential_energy())
+    np.testing.assert_array_equal(pair.get_forces(), np.zeros((2, 3)))
+
+
+@pytest.mark.parametrize("task", ["omat", "omol"])
+def test_F4_two_atoms_at_one_place(make: Callable, task: str) -> None:
+    atoms = systems.water()
+    atoms.positions[2] = atoms.positions[0]
+    atoms.calc = make(task=task)
+    with pytest.raises(ValueError, match=r"atoms 0 and 2 (coincide|are 0 A apart)"):
+        atoms.get_potential_energy()
+
+
+def test_F4_two_atoms_at_images_of_one_place(make: Callable) -> None:
+    atoms = systems.triclinic()
+    atoms.positions[5] = atoms.positions[3] + 2 * atoms.cell[0] - atoms.cell[2]
+    atoms.calc = make()
+    with pytest.raises(ValueError, match="atoms 3 and 5 "):
+        atoms.get_potential_energy()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_F5_positions_that_are_no_numbers(make: Callable, value: float) -> None:
+    atoms = systems.nacl()
+    atoms.calc = make()
+    expected = atoms.get_potential_energy()
+    good = atoms.positions.copy()
+    atoms.positions[3, 1] = value
+    with pytest.raises(ValueError, match="positions: expected finite numbers, got NaN or infinity for atoms 3"):
+        atoms.get_forces()
+    assert atoms.calc.results == {}
+    atoms.positions = good
+    assert atoms.get_potential_energy() == pytest.approx(expected, abs=1e-5)
+
+
+def test_F5_cell_that_is_no_number(make: Callable) -> None:
+    atoms = systems.nacl()
+    atoms.calc = make()
+    atoms.cell[1, 1] = np.nan
+    with pytest.raises(ValueError, match="cell: expected finite numbers"):
+        atoms.get_potential_energy()
+
+
+def test_F6_elements_that_no_model_knows(make: Callable) -> None:
+    atoms = Atoms("XCuFmLr", np.diag([0.0, 2.0, 4.0, 6.0])[:, :3], calculator=make())
+    with pytest.raises(ValueError, match="numbers: expected elements H to Es, got X, Fm, Lr"):
+        atoms.get_potential_energy()
+
+
+def test_F7_no_atoms(make: Callable) -> None:
+    with pytest.raises(ValueError, match="atoms: expected at least one atom"):
+        Atoms(calculator=make()).get_potential_energy()
+
+
+def test_F8_a_weight_that_is_no_number(make: Callable, tmp_path: Path) -> None:
+    content = standin_module.checkpoint(standin_module.model_config())
+    content.ema_state_dict["module.backbone.blocks.1.edge_wise.so2_conv_1.fc_m0.weights"][0, 0, 0] = np.nan
+    torch.save(content, tmp_path / "broken.pt")
+    calc: FastUMACalculator = make(tmp_path / "broken.pt")
+    atoms = systems.nacl()
+    atoms.calc = calc
+    with pytest.raises(FloatingPointError, match="expected finite numbers from the model"):
+        atoms.get_potential_energy()
+    assert calc.results == {}
