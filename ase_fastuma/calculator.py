@@ -37,6 +37,7 @@ class _Running(NamedTuple):
 
     checkpoint: Checkpoint
     settings: Settings  # with the device named in full
+    device: torch.device
     selection: Selection
     backend: Backend
 
@@ -137,18 +138,18 @@ class FastUMACalculator(Calculator):
     def _start(self) -> _Running:
         """Load the checkpoint and choose the backend, once."""
         if self._running is None:
-            settings = dataclasses.replace(self._settings, device=str(_device(self._settings.device)))
+            device = _device(self._settings.device)
+            settings = dataclasses.replace(self._settings, device=str(device))
             checkpoint = load_checkpoint(settings.model, settings.trust_checkpoint)
             if settings.task is not None and settings.task not in checkpoint.tasks:
                 raise ValueError(f"task: expected one of {sorted(checkpoint.tasks)}, got {settings.task!r}")
-            device = torch.device(settings.device)
             selection = select(checkpoint.architecture, device, settings)
             if selection.name == "general" and settings.backend == "auto":
                 # Expected on a CPU; elsewhere the user would wonder why it is slow.
                 surprising = device.type == "cuda" or unsupported_by_fused(checkpoint.architecture)
                 self._say(f"running in general mode: {'; '.join(selection.reasons)}", warn=bool(surprising))
             backend = open_backend(selection.name, checkpoint, settings)
-            self._running = _Running(checkpoint, settings, selection, backend)
+            self._running = _Running(checkpoint, settings, device, selection, backend)
             precision = getattr(backend, "precision", settings.precision)
             self.parameters |= {"device": settings.device, "backend": selection.name, "precision": precision}
         return self._running
@@ -236,11 +237,11 @@ class FastUMACalculator(Calculator):
         atoms = self.atoms if atoms is None else atoms
         if atoms is None:
             raise ValueError("atoms: expected a structure, got None before any evaluation")
-        checkpoint, settings, _, _ = self._start()
+        checkpoint, settings, device, *_ = self._start()
         if checkpoint.architecture.direct_forces:
             raise PropertyNotImplementedError(_why_not("hessian", self._state(atoms)[0], checkpoint))
         request = frozenset({"hessian"})
-        selection = select(checkpoint.architecture, torch.device(settings.device or "cpu"), settings, request)
+        selection = select(checkpoint.architecture, device, settings, request)
         backend = open_backend(selection.name, checkpoint, settings)
         return _evaluate(backend, self._system(atoms, *self._state(atoms)), request)["hessian"]
 

@@ -209,7 +209,9 @@ def _plain(value: Any) -> Any:
 
 
 def _parse(content: Any, path: Path, trust: bool) -> Checkpoint:
-    parts = {name: getattr(content, name, None) for name in ("model_config", "ema_state_dict", "tasks_config")}
+    parts: dict[str, Any] = {
+        name: getattr(content, name, None) for name in ("model_config", "ema_state_dict", "tasks_config")
+    }
     missing = [name for name, value in parts.items() if value is None]
     if missing:
         raise CheckpointError(
@@ -218,6 +220,7 @@ def _parse(content: Any, path: Path, trust: bool) -> Checkpoint:
         )
     try:
         config = _plain(parts["model_config"])
+        config["model_id"] = _model_id(config)
         architecture = _architecture(config)
         tasks = _tasks(_plain(parts["tasks_config"]), architecture, trust)
         state = _weights(parts["ema_state_dict"])
@@ -225,7 +228,17 @@ def _parse(content: Any, path: Path, trust: bool) -> Checkpoint:
         raise CheckpointError(f"{path}: incomplete checkpoint: {type(error).__name__}: {error}") from error
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    return Checkpoint(path, config.get("model_id") or "", architecture, config, state, tasks)
+    return Checkpoint(path, config["model_id"] or "", architecture, config, state, tasks)
+
+
+def _model_id(config: dict[str, Any]) -> str | None:
+    """Name and version of the model. How experts are mixed depends on it, so a mixture of experts needs one."""
+    model_id = config.get("model_id")
+    if model_id or not config["backbone"].get("num_experts"):
+        return model_id
+    if str(config["backbone"].get("model_version")) == "1.1":
+        return "UMA-1.1"
+    raise CheckpointError("expected a model_id, as UMA 1.1 and later have; UMA 1.0 is not supported")
 
 
 def _class_name(path: str) -> str:
@@ -245,7 +258,7 @@ def _architecture(config: dict[str, Any]) -> Architecture:
     if backbone.get("dataset_list"):
         backbone["dataset_mapping"] = {name: name for name in backbone["dataset_list"]}
     known = {f.name for f in fields(Architecture)}
-    values = {
+    values: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in backbone.items() if key in known
     }
     for name in ("charge_balanced_channels", "spin_balanced_channels"):
@@ -255,7 +268,7 @@ def _architecture(config: dict[str, Any]) -> Architecture:
         values.setdefault("num_experts", 8)
     return Architecture(
         backbone=_BACKBONES[class_name],
-        composition_mean_includes_zero=config.get("model_id") == "UMA-S-1.2",
+        composition_mean_includes_zero=config["model_id"] == "UMA-S-1.2",
         **values,
         **_energy_head(config["heads"]),
     )

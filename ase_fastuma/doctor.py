@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ase_fastuma import __version__
-from ase_fastuma.checkpoint import CheckpointError, load_checkpoint, resolve
+from ase_fastuma.checkpoint import CheckpointError, load_checkpoint
 from ase_fastuma.hub import cached, registered_names
 from ase_fastuma.report import device_name, table, versions
 from ase_fastuma.selection import select
@@ -34,28 +34,28 @@ def _facts(extra: Sequence[str]) -> Iterator[tuple[str, str]]:
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] or [torch.device("cpu")]
     for device in devices:
         yield "device", device_name(device)
-    for name, path in _found(extra):
-        yield name, _verdict(path, devices[0])
+    for name, checkpoint in _found(extra):
+        yield name, _verdict(checkpoint, devices[0])
 
 
-def _found(extra: Sequence[str]) -> Iterator[tuple[str, Path]]:
+def _found(extra: Sequence[str]) -> Iterator[tuple[str, str | Path]]:
     """The bundled potential, registered models that have been downloaded, and files named by the user."""
-    yield "demo", resolve("demo")
+    yield "demo", "demo"
     for name in registered_names():
         path = cached(name)
         if path is not None:
             yield name, path
     for name in extra:
-        yield name, Path(name)
+        yield name, name
 
 
-def _verdict(path: Path, device: torch.device) -> str:
+def _verdict(name_or_path: str | Path, device: torch.device) -> str:
     try:
-        checkpoint = load_checkpoint(path)
+        checkpoint = load_checkpoint(name_or_path)
     except (CheckpointError, FileNotFoundError) as error:
         return f"unusable: {error}"
     selection = select(checkpoint.architecture, device, Settings())
-    return f"{selection.name} ({'; '.join(selection.reasons)}); tasks {', '.join(checkpoint.tasks)}; {path}"
+    return f"{selection.name} ({'; '.join(selection.reasons)}); tasks {', '.join(checkpoint.tasks)}; {checkpoint.path}"
 
 
 if __name__ == "__main__":

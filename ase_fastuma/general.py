@@ -47,7 +47,7 @@ class GeneralBackend:
         self._dtype = torch.float64 if settings.precision == "float64" else torch.float32
         # fairchem-core merges the experts of the SO(2) layers, in all layers or none.
         self._merges = settings.merge_mole and architecture.moe_type == "so2" and architecture.layers_moe is None
-        self._models: OrderedDict[tuple, torch.nn.Module] = OrderedDict()
+        self._models: OrderedDict[tuple, Any] = OrderedDict()
         with _construction(self._dtype):
             self._template = _build(checkpoint, settings.activation_checkpointing).to(self._dtype)
 
@@ -110,7 +110,7 @@ class GeneralBackend:
             "experts": f"merged ({len(self._models)} in the cache)" if self._merges else "mixed in each evaluation",
         }
 
-    def _model(self, system: System) -> torch.nn.Module:
+    def _model(self, system: System) -> Any:
         """The model for the system: merged for it, or the one for all."""
         key = mixture_key(self._checkpoint.architecture, system) if self._merges else ()
         model = self._models.get(key)
@@ -124,7 +124,7 @@ class GeneralBackend:
         self._models.move_to_end(key)
         return model
 
-    def _merged(self, system: System) -> torch.nn.Module:
+    def _merged(self, system: System) -> Any:
         from fairchem.core.units.mlip_unit.api.inference import InferenceSettings
 
         # Merging rebuilds part of the model in place, so it works on a copy; the copy shares all weights.
@@ -249,7 +249,8 @@ def _construction(dtype: torch.dtype) -> Iterator[None]:
 def _ieee_products() -> Iterator[None]:
     """Matrix products in IEEE float32, whatever the process allows elsewhere."""
     changed = []
-    for place in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+    places: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    for place in places:
         if place.fp32_precision in ("tf32", "bf16"):
             changed.append((place, place.fp32_precision))
             place.fp32_precision = "ieee"
@@ -282,7 +283,7 @@ def _beta_warnings_ignored() -> Iterator[None]:
 
 
 def import_fairchem() -> None:
-    """Import fairchem-core's models without the side effects: warning filters, environment variables, a line on stderr."""
+    """Import fairchem-core's models without their traces: warning filters, environment variables, a line on stderr."""
     environment = dict(os.environ)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -69,7 +69,7 @@ def _cache_dir() -> Path:
     return Path(os.environ.get("FAIRCHEM_CACHE_DIR", Path.home() / ".cache" / "fairchem"))
 
 
-def _address(name: str) -> dict[str, str]:
+def _address(name: str) -> dict[str, Any]:
     entry = _registry()[name]
     filename = f"{entry['subfolder']}/{entry['filename']}" if entry.get("subfolder") else entry["filename"]
     return {"repo_id": entry["repo_id"], "filename": filename, "revision": entry.get("revision") or "main"}

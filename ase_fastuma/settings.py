@@ -63,4 +63,4 @@ def integral(name: str, value: object) -> int:
         raise TypeError(f"{name}: expected an integer, got {value!r}")
     if not float(value).is_integer():
         raise ValueError(f"{name}: expected an integer, got {value!r}")
-    return int(value)
+    return int(float(value))

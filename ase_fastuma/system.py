@@ -50,7 +50,7 @@ class System:
 
         Vectors of open axes are replaced: orthogonal to the periodic ones, and longer than the structure by more than
         twice the cutoff (A), so that an open axis never carries an image whatever the user's cell holds there. Energy
-        and forces do not depend on it; stress refers to the volume of this cell. A left-handed cell has its last vector
+        and forces do not depend on it; stress refers to the volume of this cell. A left-handed cell has one vector
         reversed, which spans the same lattice.
 
         Raises ValueError for no atoms, elements that the models do not know, positions or cells that are not finite,
@@ -144,7 +144,7 @@ def _complete(cell: np.ndarray, pbc: np.ndarray, positions: np.ndarray, cutoff: 
             extent = np.ptp(positions @ direction)
             cell[axis] = direction * (extent + 2 * cutoff + 1.0)
     if np.linalg.det(cell) < 0:
-        cell[2] *= -1
+        cell[open_axes[-1] if len(open_axes) else 2] *= -1
     return cell
 
 

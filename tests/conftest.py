@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,8 @@ def stock() -> Callable[..., tuple[float, np.ndarray]]:
         general.import_fairchem()
         from fairchem.core.calculate.ase_calculator import FAIRChemCalculator
 
-        with torch.random.fork_rng(devices=[]), pytest.MonkeyPatch.context() as patch:
+        with torch.random.fork_rng(devices=[]), pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="index_reduce")
             patch.setenv("CURRENT_DEVICE_TYPE", "cpu")  # the calculator sets it
             atoms.calc = FAIRChemCalculator.from_model_checkpoint(str(path), task, "batch", device="cpu")
             return atoms.get_potential_energy(), atoms.get_forces()

@@ -66,6 +66,21 @@ def model_config(
     }
 
 
+def esen_config(direct: bool = False) -> dict[str, Any]:
+    """Configuration of a small eSEN for molecules, conservative or with a head of its own for the forces."""
+    config = model_config(tasks=["omol"])
+    backbone = config["backbone"]
+    for name in ("num_experts", "use_composition_embedding"):
+        del backbone[name]
+    backbone |= {"model": MODELS + "uma.escn_md.eSCNMDBackbone", "direct_forces": direct, "regress_stress": not direct}
+    if direct:
+        heads = {"energy": {"module": MODELS + "uma.escn_md.MLP_Energy_Head", "reduce": "sum"}}
+        heads["forces"] = {"module": MODELS + "uma.escn_md.Linear_Force_Head"}
+    else:
+        heads = {"efs": {"module": MODELS + "uma.escn_md.MLP_EFS_Head"}}
+    return config | {"heads": heads, "pass_through_head_outputs": not direct, "model_id": None}
+
+
 def task_config(dataset: str, prop: str) -> dict[str, Any]:
     """One task as fairchem-core writes it; references of -0.1 Z eV for the energy."""
     config: dict[str, Any] = {
@@ -117,6 +132,15 @@ def checkpoint(config: dict[str, Any], tasks: Any = TASKS, seed: int = 7) -> Any
     ema = {"n_averaged": torch.tensor(1)} | {f"module.{name}": value for name, value in state.items()}
     configs = [task_config(dataset, prop) for dataset, props in tasks.items() for prop in props]
     return MLIPInferenceCheckpoint(config, state, ema, configs)
+
+
+def write_esen(path: Path, direct: bool = False) -> Path:
+    """Write a stand-in for eSEN, whose tasks are named after properties alone."""
+    content = checkpoint(esen_config(direct), {"omol": ("energy", "forces")})
+    for task in content.tasks_config:
+        task["name"] = task["property"]
+    torch.save(content, path)
+    return path
 
 
 def write(path: Path, seed: int = 7, tasks: Any = TASKS, **options: Any) -> Path:

@@ -1,4 +1,4 @@
-"""Sections A, B and C of the cases from the field: start-up, memory, errors, numbers; what holds without the fused backend."""
+"""Sections A, B and C of the cases from the field: start-up, memory, errors and numbers."""
 
 from __future__ import annotations
 

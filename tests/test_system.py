@@ -1,0 +1,78 @@
+"""Structures as the backends see them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import systems
+from ase import Atoms
+from ase.build import bulk
+
+from ase_fastuma.system import System
+
+CUTOFF = 5.0
+
+
+def prepare(atoms: Atoms) -> System:
+    return System.from_atoms(atoms, "omat", 0, 0, CUTOFF)
+
+
+@pytest.mark.parametrize("pbc", list(np.ndindex(2, 2, 2)))
+def test_geometry(pbc: tuple[int, int, int]) -> None:
+    """Whatever the axes: right-handed, wrapped, centred, no image of an open axis in reach, distances kept."""
+    atoms = systems.triclinic()
+    atoms.pbc = pbc
+    atoms.positions += 3.7 * atoms.cell[0] - 1.2 * atoms.cell[1] + 8.9
+    before = atoms.copy()
+    system = prepare(atoms)
+    assert np.linalg.det(system.cell) > 0
+    assert system.volume == pytest.approx(np.linalg.det(system.cell))
+    scaled = np.linalg.solve(system.cell.T, system.positions.T).T
+    assert (scaled > -1e-12).all()
+    assert (scaled < 1 + 1e-12).all()
+    periodic = np.flatnonzero(pbc)
+    np.testing.assert_array_equal(system.cell[periodic], atoms.cell[periodic])
+    for axis in np.flatnonzero(~np.array(pbc, bool)):
+        assert scaled[:, axis].min() + scaled[:, axis].max() == pytest.approx(1)
+        others = np.delete(system.cell, axis, axis=0)
+        np.testing.assert_allclose(others @ system.cell[axis], 0, atol=1e-9)
+        length = np.linalg.norm(system.cell[axis])
+        assert length * (1 - np.ptp(scaled[:, axis])) > 2 * CUTOFF
+    # Atoms moved by lattice vectors of periodic axes only, and by one common shift.
+    moved = system.positions - atoms.positions
+    steps = np.linalg.solve(system.cell.T, (moved - moved[0]).T).T
+    np.testing.assert_allclose(steps[:, periodic], np.round(steps[:, periodic]), atol=1e-9)
+    np.testing.assert_allclose(np.delete(steps, periodic, axis=1), 0, atol=1e-9)
+    np.testing.assert_array_equal(atoms.positions, before.positions)
+    np.testing.assert_array_equal(atoms.cell, before.cell)
+
+
+def test_a_tiny_negative_coordinate_is_inside() -> None:
+    system = prepare(Atoms("Cu", [[-1e-18, 0, 0]], cell=[3, 3, 3], pbc=True))
+    np.testing.assert_array_equal(system.positions, np.zeros((1, 3)))
+
+
+def test_composition_is_reduced() -> None:
+    cell = bulk("MgO", "rocksalt", a=4.2)
+    assert prepare(cell).composition == prepare(cell.repeat((2, 3, 1))).composition == ((8, 1), (12, 1))
+    assert prepare(systems.water()).composition == ((1, 2), (8, 1))
+
+
+@pytest.mark.parametrize("pbc", [True, False, [True, True, False]])
+def test_distinct_atoms_pass(pbc: object) -> None:
+    atoms = systems.triclinic()
+    atoms.pbc = pbc
+    prepare(atoms).check_distinct()
+    prepare(Atoms("Cu")).check_distinct()
+
+
+@pytest.mark.parametrize("axis", range(3))
+def test_atoms_that_meet_across_a_face(axis: int) -> None:
+    cell = systems.triclinic().cell
+    positions = np.array([[0.5, 0.5, 0.5], [0.3, 0.4, 0.2], [0.3, 0.4, 0.2]])
+    positions[1:, axis] = 1e-6, 1 - 1e-6
+    atoms = Atoms("Cu3", positions @ cell, cell=cell, pbc=True)
+    with pytest.raises(ValueError, match="atoms 1 and 2 coincide"):
+        prepare(atoms).check_distinct()
+    atoms.pbc[axis] = False
+    prepare(atoms).check_distinct()
