@@ -48,6 +48,7 @@ def ice() -> Atoms:
 @pytest.mark.parametrize("atoms", [bulk("Cu"), bulk("MgO", "rocksalt", a=4.2), ice()], ids=["Cu", "MgO", "ice"])
 def test_E1_extensive(make: Callable, atoms: Atoms, precision: str) -> None:
     assert_same(atoms, atoms.repeat((3, 2, 2)), make, precision)
+    assert_same(atoms, atoms.repeat((1, 1, 2)), make, precision, model="demo")
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -135,6 +136,8 @@ def test_E9_left_handed_cell(make: Callable, precision: str) -> None:
 def test_E12_cells_smaller_than_the_cutoff(make: Callable, a: float, precision: str) -> None:
     atom = bulk("Al", a=a)
     assert_same(atom, atom.repeat(4), make, precision)
+    if a > 2:
+        assert_same(atom, atom.repeat(2), make, precision, model="demo")
 
 
 def test_E12_needle_cell(make: Callable) -> None:

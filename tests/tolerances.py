@@ -19,6 +19,6 @@ SAME_STRUCTURE = {
     "accurate": {"energy": 1e-5, "forces": 2e-5, "stress": 2e-6},
 }
 
-# Analytic against central differences with steps of 1e-3 A, eV/A: truncation, and in float32 the rounding of energies
-# of some 30 eV (1e-5 eV) divided by twice the step.
+# Analytic against central differences eV/A: truncation, and in float32 the rounding of energies
+# of some 30 eV (1e-5 eV) divided by twice the step of 1e-3 A.
 FINITE_DIFFERENCE = {"float64": 1e-6, "accurate": 1e-2}
