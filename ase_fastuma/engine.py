@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,18 +19,21 @@ from ase_fastuma.experts import (
     mixture_key,
     system_embedding,
 )
-from ase_fastuma.graph import Graph, build_graph
+from ase_fastuma.graph import build_graph
 from ase_fastuma.kernels import convolution, reference
 from ase_fastuma.kernels._launch import runs_kernels
 from ase_fastuma.kernels.edge import EdgeList
+from ase_fastuma.kernels.forces import forces_and_virial
 from ase_fastuma.kernels.layout import DEGREE_SLICES, NUM_COEFFICIENTS, NUM_GATES
 from ase_fastuma.kernels.linear import BlockWeights, block_linear, block_weights
+from ase_fastuma.kernels.operand import ieee_products
 from ase_fastuma.kernels.radial import NUM_KNOTS, Radial, tabulate
+from ase_fastuma.replay import EdgeInputs, Replays
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ase_fastuma.checkpoint import Architecture, Checkpoint
+    from ase_fastuma.checkpoint import Checkpoint
     from ase_fastuma.settings import Settings
     from ase_fastuma.system import System
 
@@ -42,8 +46,9 @@ _DEGREE_RESCALE = 5.0
 _KEPT_MIXTURES = 16
 # Radial tables are kept up to this size in bytes for all networks together; beyond it the networks themselves run.
 _TABLE_BYTES = 1 << 30
-# Edges worked on at a time: enough to fill the largest GPU many times over, while the intermediates stay below 2 GiB.
-_CHUNK_EDGES = 1 << 16
+# Edges worked on at a time: enough to fill the largest GPU many times over, while the intermediates of UMA-S stay below
+# 3 GiB. Systems within one part are recorded as CUDA graphs; beyond, launching costs nothing beside the kernels.
+_CHUNK_EDGES = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,8 @@ class _Layer:
 class _Network:
     """All weights that one system needs, merged."""
 
+    num_elements: int
+    element_rows: Tensor  # row of each atomic number among the system's elements [max_num_elements]
     embedding: Tensor  # charge, spin and task [C]
     atoms: Tensor  # atom embedding [elements, C], system embedding included
     degree_radial: Radial
@@ -92,7 +99,7 @@ class _Network:
 
 
 class FusedBackend:
-    """UMA and eSEN models (lmax = mmax = 2, conservative) through the kernels; see :class:`ase_fastuma.backend.Backend`.
+    """UMA and eSEN models (lmax = mmax = 2, conservative) through the kernels; the interface is `backend.Backend`.
 
     `plain` runs the same network through the kernels' plain PyTorch references instead, on any device: the ground truth
     of the tests.
@@ -110,21 +117,22 @@ class FusedBackend:
         self._state: State | None = None
         self._network = functools.lru_cache(maxsize=_KEPT_MIXTURES)(self._build_network)
         self._radials = functools.lru_cache(maxsize=4)(self._build_radials)
-        self._element_rows: dict[tuple[int, ...], Tensor] = {}
+        self._replays = Replays(self._architecture.cutoff)
 
     # ------------------------------------------------------------------------------------------------ the interface
 
     def prepare(self, system: System) -> None:
         """Merge the experts for the system and tabulate its radial networks; both are kept."""
-        with torch.cuda.device(self._device) if self._device.type == "cuda" else _nothing():
+        with self._on_device():
             self._weights(system)
+
+    def _on_device(self) -> AbstractContextManager:
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def evaluate(self, system: System, properties: frozenset[str]) -> dict[str, np.ndarray]:
         """Energy (eV), energies (eV), forces (eV/A), stress (eV/A^3) as float64 arrays; see the interface."""
-        with torch.cuda.device(self._device) if self._device.type == "cuda" else _nothing():
-            network = self._weights(system)
-            graph = build_graph(system, self._architecture.cutoff, self._architecture.max_neighbors, self._device)
-            return self._run(system, network, graph, properties)
+        with self._on_device(), ieee_products():
+            return self._run(system, properties)
 
     def describe(self) -> dict[str, str]:
         """What runs, for the report."""
@@ -158,7 +166,10 @@ class FusedBackend:
         def matrix(name: str) -> Tensor:
             return merged_matrix(state, name, coefficients, self._dtype)
 
-        degree, *radials = self._radials(tuple(sorted(set(system.numbers.tolist()))))
+        elements = tuple(z for z, _ in system.composition)
+        rows = torch.zeros(arch.max_num_elements, dtype=torch.int64)
+        rows[list(elements)] = torch.arange(len(elements))
+        degree, *radials = self._radials(elements)
         layers = []
         for i, radial in enumerate(radials):
             block = f"backbone.blocks.{i}."
@@ -172,6 +183,8 @@ class FusedBackend:
             )
         embedding = embedding.to(self._dtype)
         return _Network(
+            num_elements=len(elements),
+            element_rows=rows.to(self._device),
             embedding=embedding,
             atoms=state["backbone.sphere_embedding.weight"].to(self._dtype) + embedding,
             degree_radial=degree[0],
@@ -253,7 +266,7 @@ class FusedBackend:
         tables = tables and len(names) * pairs * (NUM_KNOTS - 1) * 4 * width * 4 <= _TABLE_BYTES
         out = []
         for name in names:
-            out_weight, out_bias = state[f"{name}6.weight"].T, state[f"{name}6.bias"]
+            out_weight, out_bias = state[f"{name}6.weight"].T.double(), state[f"{name}6.bias"].double()
             if name is names[0]:
                 out_weight, out_bias = out_weight / _DEGREE_RESCALE, out_bias / _DEGREE_RESCALE
             table = None
@@ -268,8 +281,7 @@ class FusedBackend:
         self, name: str, elements: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[reference.RadialLayers, Tensor]:
         state, arch = self._loaded(), self._architecture
-        # Rounded to float32 first: the checkpoint was trained with float32 centres.
-        centres = torch.linspace(0.0, arch.cutoff, arch.num_distance_basis)
+        centres = torch.linspace(0.0, arch.cutoff, arch.num_distance_basis, dtype=dtype)
         exponent = -0.5 / (2.0 * (centres[1] - centres[0])).item() ** 2
         weights = {n: state[f"{name}{n}"].to(dtype) for n in ("0.weight", "0.bias", "1.weight", "1.bias")}
         weights |= {n: state[f"{name}{n}"].to(dtype) for n in ("3.weight", "3.bias", "4.weight", "4.bias")}
@@ -281,7 +293,7 @@ class FusedBackend:
         target = state["backbone.target_embedding.weight"][rows].to(dtype) @ target
         pair_bias = (source[:, None] + target[None, :]).flatten(0, 1) + weights["0.bias"]
         layers = reference.RadialLayers(
-            centres=centres.to(self._device, dtype),
+            centres=centres.to(self._device),
             gaussian_exponent=exponent,
             weight_distance=basis,
             norm_first=(weights["1.weight"], weights["1.bias"]),
@@ -293,53 +305,67 @@ class FusedBackend:
 
     # -------------------------------------------------------------------------------------------------- evaluation
 
-    def _run(
-        self, system: System, network: _Network, graph: Graph, properties: frozenset[str]
-    ) -> dict[str, np.ndarray]:
-        derivatives = bool(properties & {"forces", "stress"})
-        with torch.set_grad_enabled(derivatives):
-            geometry = self._geometry(system, graph)
-            vectors = geometry.vectors.clone().requires_grad_(derivatives)
-            atomic = self._atomic_energies(system, network, graph, geometry, vectors)
-            gradient = torch.autograd.grad(atomic.sum(), vectors)[0] if derivatives else None
-        return self._results(system, graph, geometry, atomic.detach(), gradient, properties)
-
-    def _geometry(self, system: System, graph: Graph) -> convolution.Geometry:
+    def _run(self, system: System, properties: frozenset[str]) -> dict[str, np.ndarray]:
+        network = self._weights(system)
+        graph = build_graph(system, self._architecture.cutoff, self._architecture.max_neighbors, self._device)
         edges = graph.edges
-        with torch.no_grad():
-            distances = edges.vectors.norm(dim=1)
-            weight = reference.envelope(distances, self._architecture.cutoff)
-            slope = reference.envelope_slope(distances, self._architecture.cutoff)
-            row = self._element_row(system)[graph.numbers]
-            count = len(system.composition)
-            pair = row[edges.source] * count + row[edges.target]
-        num_edges, num_nodes = edges.source.shape[0], len(system.numbers)
+        inputs = EdgeInputs(
+            graph.numbers,
+            edges.row_start,
+            edges.source_row_start,
+            edges.vectors,
+            edges.source,
+            edges.target,
+            edges.by_source,
+        )
+        derivatives = bool(properties & {"forces", "stress"})
+        step = functools.partial(self._step, network, (system.charge, system.spin), derivatives)
+        if self._device.type == "cuda" and not self._plain and inputs.num_edges <= _CHUNK_EDGES:
+            key = (mixture_key(self._architecture, system), len(system.numbers), derivatives)
+            flat = self._replays.run(key, inputs, step)
+        else:
+            flat = step(inputs)
+        return self._results(system, flat.cpu().numpy(), derivatives, properties)
+
+    def _step(self, network: _Network, totals: tuple[int, int], derivatives: bool, inputs: EdgeInputs) -> Tensor:
+        """All work on the device, in one float64 tensor: energies [N], then forces [N, 3] and virial [3, 3] if wanted.
+
+        Not yet scaled to physical units. Small systems wait for the device nowhere in here.
+        """
+        geometry = self._geometry(network, inputs)
+        vectors = geometry.vectors.detach().requires_grad_(derivatives)
+        with torch.set_grad_enabled(derivatives):
+            energies = self._atomic_energies(network, totals, geometry, vectors, inputs.numbers)
+        if not derivatives:
+            return energies
+        (gradient,) = torch.autograd.grad(energies.sum(), vectors)
+        num_nodes = inputs.numbers.shape[0]
+        forces, virial = forces_and_virial(gradient, inputs.vectors, _whole(inputs, num_nodes))
+        return torch.cat([energies.detach(), forces.flatten(), virial.flatten()])
+
+    @torch.no_grad()
+    def _geometry(self, network: _Network, inputs: EdgeInputs) -> convolution.Geometry:
+        cutoff = self._architecture.cutoff
+        distances = inputs.vectors.norm(dim=1)
+        rows = network.element_rows[inputs.numbers]
+        num_edges, num_nodes = inputs.num_edges, inputs.numbers.shape[0]
         return convolution.Geometry(
-            vectors=edges.vectors.to(self._dtype),
+            vectors=inputs.vectors.to(self._dtype),
             distances=distances,
-            pair=pair,
-            weight=weight.to(self._dtype),
-            weight_slope=slope.to(self._dtype),
-            source=edges.source,
-            target=edges.target,
-            chunks=_chunks(graph, num_nodes),
+            pair=rows[inputs.source] * network.num_elements + rows[inputs.target],
+            weight=reference.envelope(distances, cutoff).to(self._dtype),
+            weight_slope=reference.envelope_slope(distances, cutoff).to(self._dtype),
+            source=inputs.source,
+            target=inputs.target,
+            chunks=_chunks(inputs, num_nodes),
             keep=self._keeps_activations(num_edges),
-            cutoff=self._architecture.cutoff,
+            cutoff=cutoff,
             num_nodes=num_nodes,
         )
 
-    def _element_row(self, system: System) -> Tensor:
-        """Row of each atomic number among the system's elements, on the device [100]."""
-        elements = tuple(z for z, _ in system.composition)
-        if elements not in self._element_rows:
-            rows = torch.zeros(self._architecture.max_num_elements, dtype=torch.int64)
-            rows[list(elements)] = torch.arange(len(elements))
-            self._element_rows[elements] = rows.to(self._device)
-        return self._element_rows[elements]
-
     def _keeps_activations(self, num_edges: int) -> bool:
         """Whether the first linears' outputs of all layers fit well into the memory that is free now."""
-        if self._device.type != "cuda":
+        if self._device.type != "cuda" or num_edges <= _CHUNK_EDGES:
             return True
         width = (NUM_GATES + NUM_COEFFICIENTS) * self._architecture.hidden_channels
         needed = num_edges * width * self._dtype.itemsize * self._architecture.num_layers
@@ -348,31 +374,33 @@ class FusedBackend:
         return needed < 0.4 * free
 
     def _atomic_energies(
-        self, system: System, network: _Network, graph: Graph, geometry: convolution.Geometry, vectors: Tensor
+        self,
+        network: _Network,
+        totals: tuple[int, int],
+        geometry: convolution.Geometry,
+        vectors: Tensor,
+        numbers: Tensor,
     ) -> Tensor:
         """The network's output for each atom [N], in float64, before normalisation."""
         if self._plain:
             x = convolution.edge_degree_reference(vectors, geometry, network.degree_radial, network.degree_out)
         else:
             x = convolution.edge_degree(vectors, geometry, network.degree_radial, network.degree_out, self._kind)
-        x = _add_scalars(x, network.atoms[graph.numbers])
+        x = _add_scalars(x, network.atoms[numbers])
         convolve = convolution.edge_convolution_reference if self._plain else convolution.edge_convolution
         for layer in network.layers:
             h = _add_scalars(layer.norm_1(x), network.embedding)
             x = x + convolve(h, vectors, geometry, layer.convolution)
             x = x + layer.atomwise(layer.norm_2(x))
-            x = self._balance(x, system)
+            x = self._balance(x, totals)
         hidden = network.norm(x)[:, 0]
         first, second, last = network.head
         return block_linear(silu(block_linear(silu(block_linear(hidden, first)), second)), last)[:, 0].double()
 
-    def _balance(self, x: Tensor, system: System) -> Tensor:
+    def _balance(self, x: Tensor, totals: tuple[int, int]) -> Tensor:
         """Shift the scalars of the balanced channels so that they sum to the charge, or to the spin less one."""
-        arch = self._architecture
-        for channels, total in (
-            (arch.charge_balanced_channels, system.charge),
-            (arch.spin_balanced_channels, system.spin - 1),
-        ):
+        arch, (charge, spin) = self._architecture, totals
+        for channels, total in ((arch.charge_balanced_channels, charge), (arch.spin_balanced_channels, spin - 1)):
             if channels:
                 chosen = slice(min(channels), max(channels) + 1)
                 scalars = x[:, :1, chosen]
@@ -382,33 +410,23 @@ class FusedBackend:
         return x
 
     def _results(
-        self,
-        system: System,
-        graph: Graph,
-        geometry: convolution.Geometry,
-        atomic: Tensor,
-        gradient: Tensor | None,
-        properties: frozenset[str],
+        self, system: System, flat: np.ndarray, derivatives: bool, properties: frozenset[str]
     ) -> dict[str, np.ndarray]:
-        task, edges = self._checkpoint.tasks[system.task], graph.edges
-        energies = atomic * task.rmsd
-        found = {}
-        if gradient is not None:
-            gradient = gradient.double() * task.rmsd
-            into = _segment_sum(gradient, edges.row_start)
-            out_of = _segment_sum(gradient[edges.by_source], edges.source_row_start)
-            found["forces"] = into - out_of
-            found["virial"] = (edges.vectors[:, :, None] * gradient[:, None, :]).sum(dim=0)
-        # One copy to the host, and with it the one wait for the device.
-        flat = torch.cat([energies, *(t.flatten() for t in found.values())]).cpu().numpy()
-        num_atoms = len(system.numbers)
-        energies_host = flat[:num_atoms] + task.mean / num_atoms
+        """Physical units and element references; arrays that the caller owns."""
+        if not np.isfinite(flat).all():
+            raise FloatingPointError(
+                f"the model's output is not finite in {self._precision!r} precision: expected finite energies and "
+                "forces; the checkpoint's weights or the structure are at fault"
+            )
+        task, num_atoms = self._checkpoint.tasks[system.task], len(system.numbers)
+        flat = flat * task.rmsd
+        energies = flat[:num_atoms] + task.mean / num_atoms
         if task.element_references is not None:
-            energies_host += task.element_references[system.numbers]
-        out = {"energy": np.array(energies_host.sum()), "energies": energies_host.copy()}
-        if gradient is not None:
-            out["forces"] = flat[num_atoms : 4 * num_atoms].reshape(-1, 3).copy()
+            energies += task.element_references[system.numbers]
+        out = {"energy": np.array(energies.sum()), "energies": energies}
+        if derivatives:
             virial = flat[4 * num_atoms :].reshape(3, 3)
+            out["forces"] = flat[num_atoms : 4 * num_atoms].reshape(num_atoms, 3).copy()
             out["stress"] = (virial + virial.T) / (2 * system.volume)
         return {name: value for name, value in out.items() if name in properties}
 
@@ -426,12 +444,6 @@ class _Mixture:
         return isinstance(other, _Mixture) and self.key == other.key
 
 
-class _nothing:  # noqa: N801 - reads as a statement beside torch.cuda.device
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
 def _complex_matrix(weight: Tensor) -> Tensor:
     """The real matrix [2 K, 2 N] of a complex product x -> x (W1 + i W2), from the stacked W1, W2 [2 N, K].
 
@@ -446,48 +458,43 @@ def _add_scalars(x: Tensor, scalars: Tensor) -> Tensor:
     return torch.cat([x[:, :1] + scalars.view(-1, 1, x.shape[2]), x[:, 1:]], dim=1)
 
 
-def _segment_sum(values: Tensor, starts: Tensor) -> Tensor:
-    """Sums of consecutive rows [E, 3] -> [N, 3], each in order: repeatable."""
-    return torch.segment_reduce(values, "sum", offsets=starts, axis=0, unsafe=True, initial=0)
+def _whole(inputs: EdgeInputs, num_nodes: int) -> EdgeList:
+    """All edges as one list."""
+    return EdgeList(
+        inputs.source,
+        inputs.target,
+        0,
+        inputs.target_start,
+        inputs.by_source,
+        torch.arange(num_nodes, device=inputs.source.device),
+        inputs.source_start,
+        num_nodes,
+    )
 
 
-def _chunks(graph: Graph, num_nodes: int) -> tuple[convolution.Chunk, ...]:
+def _chunks(inputs: EdgeInputs, num_nodes: int) -> tuple[convolution.Chunk, ...]:
     """Parts of whole target atoms with about _CHUNK_EDGES edges each; a small system is one part."""
-    edges = graph.edges
-    num_edges = edges.source.shape[0]
+    num_edges, starts = inputs.num_edges, inputs.target_start
     if num_edges <= _CHUNK_EDGES:
-        nodes = torch.arange(num_nodes, device=edges.source.device)
-        whole = EdgeList(
-            edges.source,
-            edges.target,
-            0,
-            edges.row_start,
-            edges.by_source,
-            nodes,
-            edges.source_row_start,
-            num_nodes,
-        )
-        return (convolution.Chunk(0, num_edges, whole),)
+        return (convolution.Chunk(0, num_edges, _whole(inputs, num_nodes)),)
     parts = -(-num_edges // _CHUNK_EDGES)
-    wanted = torch.linspace(0, num_edges, parts + 1, device=edges.source.device, dtype=torch.float64).long()
-    atoms = torch.searchsorted(edges.row_start, wanted)
-    bounds = sorted({0, *atoms.tolist()[1:-1], num_nodes})
-    first_edges = edges.row_start[torch.tensor(bounds, device=edges.source.device)].tolist()
+    wanted = torch.linspace(0, num_edges, parts + 1, device=starts.device, dtype=torch.float64).long()
+    atoms = sorted({0, *torch.searchsorted(starts, wanted).tolist()[1:-1], num_nodes})
+    firsts = starts[torch.tensor(atoms, device=starts.device)].tolist()
     chunks = []
-    for atom, next_atom, first, last in zip(bounds, bounds[1:], first_edges, first_edges[1:], strict=False):
-        source = edges.source[first:last]
+    for atom, next_atom, first, last in zip(atoms[:-1], atoms[1:], firsts[:-1], firsts[1:], strict=True):
+        source = inputs.source[first:last]
         ordered, by_source = torch.sort(source, stable=True)
         nodes, counts = torch.unique_consecutive(ordered, return_counts=True)
-        starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-        chunk = EdgeList(
+        edges = EdgeList(
             source,
-            edges.target[first:last],
+            inputs.target[first:last],
             atom,
-            edges.row_start[atom : next_atom + 1] - first,
+            starts[atom : next_atom + 1] - first,
             by_source,
             nodes,
-            starts,
+            torch.nn.functional.pad(counts.cumsum(0), (1, 0)),
             num_nodes,
         )
-        chunks.append(convolution.Chunk(first, last, chunk))
+        chunks.append(convolution.Chunk(first, last, edges))
     return tuple(chunks)

@@ -1,7 +1,7 @@
 """Merging the experts of a MoLE checkpoint for one system.
 
-The weights of the SO(2) linears are a mixture of experts whose coefficients depend on composition, charge, spin and task:
-constants of a system. Merging mixes them once, and what remains is an ordinary model.
+The weights of the SO(2) linears are a mixture of experts whose coefficients depend on composition, charge, spin and
+task: constants of a system. Merging mixes them once, and what remains is an ordinary model.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _number_embedding(state: State, prefix: str, kind: str, value: int, offset: 
 
 
 def expert_coefficients(state: State, architecture: Architecture, system: System, embedding: Tensor) -> Tensor:
-    """Mixing coefficients of the experts [num_experts], float64, from the system's composition and its embedding [C]."""
+    """Mixing coefficients of the experts [num_experts], float64, from the composition and the embedding [C]."""
     inputs = [embedding]
     if architecture.use_composition_embedding:
         table = state["backbone.composition_embedding.weight"].double()
@@ -82,5 +82,5 @@ def merged_matrix(state: State, name: str, coefficients: Tensor | None, dtype: t
         raise ValueError(f"{name}: expected a plain linear layer, got {experts.shape[0]} experts and no coefficients")
     merged = torch.zeros(experts.shape[1:], dtype=torch.float64, device=experts.device)
     for expert, coefficient in zip(experts, coefficients, strict=True):
-        merged += coefficient * expert
+        merged += coefficient * expert.double()
     return merged.to(dtype)

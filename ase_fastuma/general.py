@@ -21,6 +21,7 @@ import torch
 
 from ase_fastuma.checkpoint import Checkpoint, CheckpointError
 from ase_fastuma.experts import mixture_key
+from ase_fastuma.kernels.operand import ieee_products
 from ase_fastuma.settings import Settings
 from ase_fastuma.system import System
 
@@ -79,7 +80,7 @@ class GeneralBackend:
                 torch.inference_mode(False),
                 torch.set_grad_enabled(derivatives),
                 torch.autocast(self._device.type, enabled=False),
-                _ieee_products(),
+                ieee_products(),
                 _fixed_rolls(self._device),
                 _beta_warnings_ignored(),
             ):
@@ -130,7 +131,7 @@ class GeneralBackend:
         # Merging rebuilds part of the model in place, so it works on a copy; the copy shares all weights.
         shared = {id(tensor): tensor for tensor in (*self._template.parameters(), *self._template.buffers())}
         model = copy.deepcopy(self._template, shared)
-        with _construction(self._dtype), _ieee_products(), torch.no_grad():
+        with _construction(self._dtype), ieee_products(), torch.no_grad():
             model.prepare_for_inference(
                 _data(system, self._dtype), InferenceSettings(merge_mole=True, activation_checkpointing=False)
             )
@@ -243,22 +244,6 @@ def _construction(dtype: torch.dtype) -> Iterator[None]:
             yield
         finally:
             torch.set_default_dtype(before)
-
-
-@contextmanager
-def _ieee_products() -> Iterator[None]:
-    """Matrix products in IEEE float32, whatever the process allows elsewhere."""
-    changed = []
-    places: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    for place in places:
-        if place.fp32_precision in ("tf32", "bf16"):
-            changed.append((place, place.fp32_precision))
-            place.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        for place, precision in changed:
-            place.fp32_precision = precision
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """Energy, forces and stress through ASE calculators: FastUMACalculator beside fairchem-core's presets, in one run.
 
     python benchmarks/end_to_end.py --checkpoint MODEL.pt --systems cu:32 cu:1000 water c60 \
-        --impls fastuma:accurate fastuma:fast fairchem:nitro fairchem:multigpu --out benchmarks/results/end_to_end.jsonl
+        --impls fastuma:accurate fastuma:fast fairchem:nitro fairchem:multigpu --out ROWS.jsonl
 
-Each structure is moved a little before every call, as in molecular dynamics, so that edges change and nothing is cached.
+Each structure is moved a little before every call, as in molecular dynamics: edges change and nothing is cached.
 Times are host times from call to result. Forces are compared with fairchem-core's general mode in float64 on the same
 structure, where that fits into memory. Weights may be random (a stand-in of the same shape): then fairchem-core's check
 that a file is a known release is switched off for its nitro preset, and nothing else.
@@ -110,9 +110,12 @@ def main() -> None:
     parser.add_argument("--commit", help="commit to write into the rows; default: that of this checkout")
     parser.add_argument("--budget", type=float, default=1e9, help="stop before a new row after this many seconds")
     options = parser.parse_args()
-    commit = options.commit or subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    commit = (
+        options.commit
+        or subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    )
     began, references = time.perf_counter(), {}
     fixed = {
         "gpu": torch.cuda.get_device_name(),

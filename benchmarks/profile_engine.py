@@ -1,6 +1,6 @@
 """Where the time of one fused evaluation goes: summed kernel times by name, and host time beside them.
 
-    python benchmarks/profile_engine.py --checkpoint MODEL.pt --system cu:1000 --precision accurate
+python benchmarks/profile_engine.py --checkpoint MODEL.pt --system cu:1000 --precision accurate
 """
 
 from __future__ import annotations

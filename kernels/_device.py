@@ -14,10 +14,16 @@ from .layout import M_MAJOR
 # Position in an m-major feature of each l-major coefficient.
 P0, P1, P2, P3, P4, P5, P6, P7, P8 = (tl.constexpr(M_MAJOR.index(i)) for i in range(9))
 
-SQRT3 = tl.constexpr(3.0**0.5)
+_SQRT3 = tl.constexpr(3.0**0.5)
 HALF_TOP = tl.constexpr(2048.0)
 """Rows stored in half precision are scaled so that their largest entry lies in [2^11, 2^12): a factor of 16 below the
 largest half, while the remainder of an entry 2^14 times smaller is still a normal half."""
+
+
+@triton.jit
+def sqrt3(like):
+    """The square root of three in the precision of `like`: a bare Python number would be rounded to float32."""
+    return tl.full([1, 1], _SQRT3, like.dtype)
 
 
 @triton.jit
@@ -51,14 +57,15 @@ def rotate(x0, x1, x2, x3, x4, x5, x6, x7, x8, c, s, a, b):
     q1 = c * x5 - s * x7
     q3 = s * x5 + c * x7
     q4 = c2 * x8 + s2 * x4
-    h = 0.5 * SQRT3 * a * a
+    root = sqrt3(a)
+    h = 0.5 * root * a * a
     y1 = c * x1 - s * x3
     y2 = b * x2 + a * z
     y3 = b * z - a * x2
     y4 = b * q0 - a * q1
     y5 = b * q1 + a * q0
-    y6 = (b * b - 0.5 * a * a) * x6 + SQRT3 * ab * q3 + h * q4
-    y7 = (b * b - a * a) * q3 + ab * (q4 - SQRT3 * x6)
+    y6 = (b * b - 0.5 * a * a) * x6 + root * ab * q3 + h * q4
+    y7 = (b * b - a * a) * q3 + ab * (q4 - root * x6)
     y8 = h * x6 - ab * q3 + 0.5 * (1.0 + b * b) * q4
     return x0, y1, y2, y3, y4, y5, y6, y7, y8
 
@@ -69,12 +76,13 @@ def rotate_back(y0, y1, y2, y3, y4, y5, y6, y7, y8, c, s, a, b):
     c2 = c * c - s * s
     s2 = 2.0 * c * s
     ab = a * b
-    h = 0.5 * SQRT3 * a * a
+    root = sqrt3(a)
+    h = 0.5 * root * a * a
     z = a * y2 + b * y3
     q0 = b * y4 + a * y5
     q1 = b * y5 - a * y4
-    x6 = (b * b - 0.5 * a * a) * y6 - SQRT3 * ab * y7 + h * y8
-    q3 = SQRT3 * ab * y6 + (b * b - a * a) * y7 - ab * y8
+    x6 = (b * b - 0.5 * a * a) * y6 - root * ab * y7 + h * y8
+    q3 = root * ab * y6 + (b * b - a * a) * y7 - ab * y8
     q4 = h * y6 + ab * y7 + 0.5 * (1.0 + b * b) * y8
     x1 = c * y1 + s * z
     x2 = b * y2 - a * y3
@@ -89,8 +97,9 @@ def rotate_back(y0, y1, y2, y3, y4, y5, y6, y7, y8, c, s, a, b):
 @triton.jit
 def torque(g1, g2, g3, g4, g5, g6, g7, g8, y1, y2, y3, y4, y5, y6, y7, y8):
     """g . J_x y and g . J_z y for each channel, with J the so(3) generators of l = 1, 2."""
-    tx = g3 * y2 - g2 * y3 + g4 * y5 - g5 * y4 + g8 * y7 - g7 * y8 + SQRT3 * (g7 * y6 - g6 * y7)
-    tz = g2 * y1 - g1 * y2 + g7 * y4 - g4 * y7 + g8 * y5 - g5 * y8 + SQRT3 * (g6 * y5 - g5 * y6)
+    root = sqrt3(g1)
+    tx = g3 * y2 - g2 * y3 + g4 * y5 - g5 * y4 + g8 * y7 - g7 * y8 + root * (g7 * y6 - g6 * y7)
+    tz = g2 * y1 - g1 * y2 + g7 * y4 - g4 * y7 + g8 * y5 - g5 * y8 + root * (g6 * y5 - g5 * y6)
     return tx, tz
 
 

@@ -53,16 +53,13 @@ def shared_memory_per_block(device_index: int) -> int:
 
 
 def matmul_tile(rows: int, columns: int, operand: str, device: torch.device) -> MatmulTile:
-    """Tiles of the block matrix product by operand kind ("split", "half" or "single").
+    """Tiles of the block matrix product by operand kind ("split" or "half").
 
     128 x 128 keeps two operand bytes for each multiply-add small enough for the tensor cores of A100 and H100; small
     systems take 64 rows so that the grid fills the card. The three-product form stages four half-precision tiles a
-    step; where shared memory is short (consumer GPUs: 99 kB) it takes fewer stages. IEEE float32 runs on the ordinary
-    cores, whose register tile is smaller.
+    step; where shared memory is short (consumer GPUs: 99 kB) it takes fewer stages.
     """
     n = min(128, max(16, triton.next_power_of_2(columns)))
-    if operand == "single":
-        return MatmulTile(64, min(n, 64), 32, 4, 3)
     m = 128 if rows > 16384 else 64
     k = 64
     tiles = 2 if operand == "split" else 1

@@ -101,7 +101,8 @@ class _Part:
         return block_matmul(hidden, out), None if slope is None else block_matmul(slope, out, biased=False)
 
 
-def _first_linear(x: Tensor, part: _Part, radial: Tensor, w: ConvolutionWeights) -> Tensor:
+def _first_linear(x: Tensor, part: _Part, w: ConvolutionWeights) -> Tensor:
+    radial, _ = part.radial(w.radial, w.radial_out, w.kind, False)
     shaped = radial.view(-1, NUM_RADIAL, 2 * w.channels)
     return block_matmul(gather_rotate_scale_forward(x, part.vectors, shaped, part.edges, w.kind), w.first)
 
@@ -113,8 +114,7 @@ class _EdgeConvolution(torch.autograd.Function):
         sums, kept = [], []
         for chunk in geometry.chunks:
             part = _Part(geometry, chunk)
-            radial, _ = part.radial(w.radial, w.radial_out, w.kind, False)
-            first = _first_linear(x, part, radial, w)
+            first = _first_linear(x, part, w)
             z = block_matmul(gate_forward(first, w.hidden, w.kind), w.second).view(-1, NUM_COEFFICIENTS, w.channels)
             sums.append(rotate_back_sum_forward(z, part.vectors, part.weight, part.edges))
             kept.append(first if geometry.keep else None)
@@ -135,8 +135,7 @@ class _EdgeConvolution(torch.autograd.Function):
         grad_vectors = torch.empty_like(geometry.vectors)
         for i, chunk in enumerate(geometry.chunks):
             part = _Part(geometry, chunk)
-            radial, slope = part.radial(w.radial, w.radial_out, w.kind, True)
-            first = kept[i] if kept else _first_linear(x, part, radial, w)
+            first = kept[i] if kept else _first_linear(x, part, w)
             z = block_matmul(gate_forward(first, w.hidden, w.kind), w.second).view(-1, NUM_COEFFICIENTS, w.channels)
             grad_z, out_vectors, _ = rotate_back_sum_backward(
                 grad, z, part.vectors, part.weight, part.edges, w.kind, part.weight_slope
@@ -148,6 +147,8 @@ class _EdgeConvolution(torch.autograd.Function):
             del grad_gated, first
             grad_pair = block_matmul(grad_first, w.first, transposed=True)
             del grad_first
+            # The radial weights come last and are computed again: they are the largest arrays but one.
+            radial, slope = part.radial(w.radial, w.radial_out, w.kind, True)
             shape = (-1, NUM_RADIAL, 2 * w.channels)
             in_vectors, _ = gather_rotate_scale_backward(
                 grad_pair, x, part.vectors, radial.view(shape), slope.view(shape), part.edges, grad_x
@@ -165,9 +166,8 @@ class _EdgeDegree(torch.autograd.Function):
         for chunk in geometry.chunks:
             part = _Part(geometry, chunk)
             z = part.radial(radial, out, kind, False)[0]
-            sums.append(
-                rotate_back_sum_forward(z.view(z.shape[0], M_BLOCKS[0], -1), part.vectors, part.weight, part.edges)
-            )
+            z = z.view(-1, M_BLOCKS[0], z.shape[1] // M_BLOCKS[0])
+            sums.append(rotate_back_sum_forward(z, part.vectors, part.weight, part.edges))
         return sums[0] if len(sums) == 1 else torch.cat(sums)
 
     @staticmethod
@@ -181,7 +181,8 @@ class _EdgeDegree(torch.autograd.Function):
         grad_vectors = torch.empty_like(geometry.vectors)
         for chunk in geometry.chunks:
             part = _Part(geometry, chunk)
-            z, slope = (t.view(t.shape[0], M_BLOCKS[0], -1) for t in part.radial(radial, out, kind, True))
+            z, slope = part.radial(radial, out, kind, True)
+            z, slope = (t.view(-1, M_BLOCKS[0], t.shape[1] // M_BLOCKS[0]) for t in (z, slope))
             _, found, _ = rotate_back_sum_backward(
                 grad, z, part.vectors, part.weight, part.edges, kind, part.weight_slope, slope
             )
@@ -233,5 +234,5 @@ def edge_degree_reference(vectors: Tensor, geometry: Geometry, radial: Radial, o
     z = reference.block_linear(hidden, list(out.matrices), out.bias)
     weight = reference.envelope(distances, geometry.cutoff)
     return reference.rotate_back_sum(
-        z.view(z.shape[0], M_BLOCKS[0], -1), vectors, weight, geometry.target, geometry.num_nodes
+        z.view(-1, M_BLOCKS[0], z.shape[1] // M_BLOCKS[0]), vectors, weight, geometry.target, geometry.num_nodes
     )

@@ -95,7 +95,10 @@ def sorted_edges(source: Tensor, target: Tensor, num_nodes: int) -> EdgeList:
 # --------------------------------------------------------------------------------------------- gather, rotate, scale
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_edges"],
+    do_not_specialize_on_alignment=["vectors", "source", "target", "unscale"],
+)
 def _gather_rotate_scale_kernel(
     x,
     vectors,
@@ -156,9 +159,7 @@ def _gather_rotate_scale_kernel(
 
     scale = 1.0
     if SPLIT > 0:
-        largest = tl.maximum(
-            max_abs(x0, x1, x2, x3, x4, x5, x6, x7, x8), max_abs(y0, y1, y2, y3, y4, y5, y6, y7, y8)
-        )
+        largest = tl.maximum(max_abs(x0, x1, x2, x3, x4, x5, x6, x7, x8), max_abs(y0, y1, y2, y3, y4, y5, y6, y7, y8))
         scale, inverse = power_of_two_scale(largest)
         tl.store(unscale + edges, inverse, mask=m_e)
     store_m_major(high, low, o_at, 2 * C, mask, scale, x0, x1, x2, x3, x4, x5, x6, x7, x8, SPLIT)
@@ -171,7 +172,17 @@ def _radial_product(r0, r1, r2, r3, r4, r5, x0, x1, x2, x3, x4, x5, x6, x7, x8):
     return r0 * x0 + r1 * x2 + r2 * x6 + r3 * (x1 + x3) + r4 * (x5 + x7) + r5 * (x4 + x8)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["first_target", "num_targets", "num_sources", "num_nodes", "num_edges"],
+    do_not_specialize_on_alignment=[
+        "vectors",
+        "target_start",
+        "by_source",
+        "source_nodes",
+        "source_start",
+        "grad_vectors",
+    ],
+)
 def _gather_rotate_scale_backward_kernel(
     grad,
     x,
@@ -198,8 +209,8 @@ def _gather_rotate_scale_backward_kernel(
 ):
     """One atom at one end of its edges. With g the gradient of y and h the atom's features in the edge frame::
 
-        grad_x[end, i] (+)= sum over its edges of D^T (r g)
-        tau = sum over channels of (r g) . J h;  along the edge: sum of g h dr/dd (CHAIN), else grad_radial = g h
+    grad_x[end, i] (+)= sum over its edges of D^T (r g)
+    tau = sum over channels of (r g) . J h;  along the edge: sum of g h dr/dd (CHAIN), else grad_radial = g h
     """
     i_segment = tl.program_id(0)
     i_end = tl.program_id(1)  # 0: edges out of the atom, channels [0, C); 1: edges into it, channels [C, 2C)
@@ -442,11 +453,13 @@ def _load_message(z, edges, channels, mask, C: tl.constexpr, M0: tl.constexpr):
         z6 = tl.load(at + 2 * C, mask=mask, other=0.0)
         zero = tl.zeros_like(z0)
         return z0, zero, z2, zero, zero, zero, z6, zero, zero
-    else:
+    else:  # noqa: RET505 - without it Triton compiles this branch too
         return load_m_major(z + edges * (9 * C) + channels, C, mask)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["vectors", "weight", "target_start"],
+)
 def _rotate_back_sum_kernel(
     z,
     vectors,
@@ -486,7 +499,18 @@ def _rotate_back_sum_kernel(
     store_sums(at, C, tl.arange(0, BLOCK_C) < C, a0, a1, a2, a3, a4, a5, a6, a7, a8, False)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_edges"],
+    do_not_specialize_on_alignment=[
+        "vectors",
+        "weight",
+        "weight_slope",
+        "target",
+        "unscale",
+        "grad_vectors",
+        "grad_weight",
+    ],
+)
 def _rotate_back_sum_backward_kernel(
     grad,
     z,
@@ -510,8 +534,8 @@ def _rotate_back_sum_backward_kernel(
 ):
     """A tile of edges. With G = D grad[target]::
 
-        grad_z = w G;  tau = -sum over channels of w G . J z
-        along the edge: sum of G (z dw/dd + w dz/dd) (CHAIN; dz/dd with M0 alone), else grad_weight = sum of G z
+    grad_z = w G;  tau = -sum over channels of w G . J z
+    along the edge: sum of G (z dw/dd + w dz/dd) (CHAIN; dz/dd with M0 alone), else grad_weight = sum of G z
     """
     edges = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)[:, None]
     channels = tl.arange(0, BLOCK_C)[None, :]

@@ -32,7 +32,7 @@ def _sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_edges"])
 def _gate_kernel(
     x,
     high,
@@ -78,7 +78,7 @@ def _gate_kernel(
     store_value(high, low, at + 8 * H, mask, y8, scale, SPLIT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_edges"])
 def _gate_backward_kernel(
     grad,
     x,

@@ -4,8 +4,8 @@ Formula (:func:`.reference.block_linear`): ``y[:, block b] = x[:, block b] @ W_b
 An SO(2) linear has three blocks, |m| = 0, 1, 2, in one launch; an ordinary linear has one. Gradients with respect to x
 are the same kernel on the transposed weights, stored beside them, so both directions cost the same.
 
-Precision is that of the operands (:mod:`.operand`). Float64 goes to the vendor's library, which uses the tensor cores
-where the GPU has them. Torch's TF32 switches neither act on these products nor are touched by them.
+Precision is that of the operands (:mod:`.operand`). The kernel takes half-precision operands; IEEE float32 and float64
+go to the vendor's library, which is the fastest there. Torch's TF32 switches do not act on any of these products.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 from . import reference
 from ._check import check_shape
 from ._launch import matmul_tile, runs_kernels
-from .operand import SPLIT_OF_KIND, Operand, to_operand
+from .operand import SPLIT_OF_KIND, Operand, ieee_products, to_operand
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["x_unscale"])
 def _block_linear_kernel(
     x_high,
     x_low,
@@ -84,18 +84,14 @@ def _block_linear_kernel(
             w_mask = m_n[None, :] & (o_k[:, None] < depth - k)
         xh = tl.load(x_high + x_offset + k, mask=x_mask, other=0.0)
         wh = tl.load(w_high + w_offset + k, mask=w_mask, other=0.0)
-        if SPLIT == 0:
-            sums = tl.dot(xh, wh, sums, input_precision="ieee")
-        else:
-            sums = tl.dot(xh, wh, sums)
+        sums = tl.dot(xh, wh, sums)
         if SPLIT == 2:
             xl = tl.load(x_low + x_offset + k, mask=x_mask, other=0.0)
             wl = tl.load(w_low + w_offset + k, mask=w_mask, other=0.0)
             sums = tl.dot(xl, wh, sums)
             sums = tl.dot(xh, wl, sums)
-    if SPLIT > 0:
-        sums *= tl.load(x_unscale + rows, mask=m_m, other=0.0)[:, None]
-        sums *= tl.load(w_unscale + o_first + columns, mask=m_n, other=0.0)[None, :]
+    sums *= tl.load(x_unscale + rows, mask=m_m, other=0.0)[:, None]
+    sums *= tl.load(w_unscale + o_first + columns, mask=m_n, other=0.0)[None, :]
     if BIAS:
         biased = tl.where(in_1, 0, width)  # the first block alone
         sums += tl.load(bias + columns, mask=columns < biased, other=0.0)[None, :]
@@ -109,9 +105,9 @@ class BlockWeights:
 
     Attributes:
         shapes: (K_b, N_b) of each block, one to three of them.
-        matrices: the weights as they came, [K_b, N_b], for the float64 and reference paths.
+        matrices: the weights as they came, [K_b, N_b].
         bias: [N_0] or None.
-        forward, backward: flat operands of all W_b^T and of all W_b; None for the kinds that take ``matrices``.
+        forward, backward: flat operands of all W_b^T and of all W_b; None where the library multiplies ``matrices``.
     """
 
     kind: str
@@ -128,7 +124,7 @@ def block_weights(matrices: list[Tensor], bias: Tensor | None, kind: str) -> Blo
     shapes = tuple((m.shape[0], m.shape[1]) for m in matrices)
     kept = tuple(m.to(dtype) for m in matrices)
     bias = None if bias is None else bias.to(dtype).contiguous()
-    if kind == "double" or not runs_kernels(kept[0]):
+    if kind in ("double", "single") or not runs_kernels(kept[0]):
         return BlockWeights(kind, shapes, kept, bias, None, None)
     forward = _join([to_operand(m.T, kind) for m in matrices])
     return BlockWeights(kind, shapes, kept, bias, forward, _join([to_operand(m, kind) for m in matrices]))
@@ -154,7 +150,8 @@ def block_matmul(x: Operand, weights: BlockWeights, transposed: bool = False, bi
     bias = weights.bias if biased and not transposed else None
     if weights.forward is None:
         matrices = [m.T for m in weights.matrices] if transposed else list(weights.matrices)
-        return reference.block_linear(x.high, matrices, bias)
+        with ieee_products():
+            return reference.block_linear(x.dense(), matrices, bias)
     shapes = [(n, k) for k, n in weights.shapes] if transposed else list(weights.shapes)
     w = weights.backward if transposed else weights.forward
     rows, columns = x.high.shape[0], sum(n for _, n in shapes)
@@ -224,8 +221,5 @@ def block_linear(x: Tensor, weights: BlockWeights) -> Tensor:
     if x.device != weights.matrices[0].device:
         raise ValueError(f"x: expected device {weights.matrices[0].device}, got {x.device}")
     x = x.to(weights.matrices[0].dtype)
-    if weights.forward is None:
-        out = reference.block_linear(x.reshape(-1, depth), list(weights.matrices), weights.bias)
-    else:
-        out = _BlockLinear.apply(x.reshape(-1, depth), weights, False, True)
+    out = _BlockLinear.apply(x.reshape(-1, depth), weights, False, True)
     return out.view(*x.shape[:-1], out.shape[1])

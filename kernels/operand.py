@@ -15,7 +15,10 @@ row can neither overflow nor lose their small entries, whatever the row's magnit
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,3 +75,19 @@ def to_operand(matrix: Tensor, kind: str) -> Operand:
     high = scaled.half()
     low = (scaled - high.float()).half() if kind == "split" else None
     return Operand(kind, high, low, 1 / scale)
+
+
+@contextmanager
+def ieee_products() -> Iterator[None]:
+    """Torch's matrix products in IEEE float32, whatever the process allows elsewhere; its switches are put back."""
+    changed = []
+    places: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    for place in places:
+        if place.fp32_precision in ("tf32", "bf16"):
+            changed.append((place, place.fp32_precision))
+            place.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for place, precision in changed:
+            place.fp32_precision = precision

@@ -78,7 +78,10 @@ def _norm_silu_with_slope(x: Tensor, dx: Tensor, weight: Tensor, bias: Tensor) -
     return y * s, dy * s * (1 + y * (1 - s))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_edges"],
+    do_not_specialize_on_alignment=["distances", "pair", "unscale", "slope_unscale"],
+)
 def _radial_table_kernel(
     distances,
     pair,
@@ -104,7 +107,8 @@ def _radial_table_kernel(
     m_e = edges < num_edges
     mask = m_e & (channels < B)
     # In float64: the place between two knots is the small difference of large numbers.
-    position = tl.load(distances + edges, mask=m_e, other=0.0) * INVERSE_SPACING
+    inverse_spacing = tl.full([1, 1], INVERSE_SPACING, tl.float64)
+    position = tl.load(distances + edges, mask=m_e, other=0.0) * inverse_spacing
     interval = tl.minimum(position.to(tl.int32), INTERVALS - 1)
     t = (position - interval.to(tl.float64)).to(tl.float32)
     row = tl.load(pair + edges, mask=m_e, other=0).to(tl.int64) * INTERVALS + interval

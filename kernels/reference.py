@@ -17,7 +17,6 @@ from .layout import (
     M_MAJOR,
     NUM_COEFFICIENTS,
     NUM_GATES,
-    NUM_RADIAL,
     RADIAL_OF_M_MAJOR,
 )
 
@@ -260,6 +259,3 @@ def rms_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
     rows = torch.cat([w.expand(2 * degree + 1, -1) for degree, w in enumerate(weight.unsqueeze(1))])
     out = centred * (scale * rows)
     return torch.cat([out[:, :1] + bias, out[:, 1:]], dim=1)
-
-
-assert sum(M_BLOCKS) == NUM_COEFFICIENTS and max(RADIAL_OF_M_MAJOR) + 1 == NUM_RADIAL

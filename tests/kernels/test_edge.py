@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ase_fastuma.kernels import reference
+from ase_fastuma.kernels.edge import gather_rotate_scale, rotate_back_sum, sorted_edges
 from devices import DEVICES
 from edge_graphs import SIZES, random, random_edges, roll_equivariant, roll_invariant
 from tolerances import TOLERANCE
-
-from ase_fastuma.kernels import reference
-from ase_fastuma.kernels.edge import gather_rotate_scale, rotate_back_sum, sorted_edges
 
 F64 = torch.float64
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ase_fastuma.kernels import reference
+from ase_fastuma.kernels.gate import gate
 from devices import DEVICES
 from edge_graphs import random
 from tolerances import TOLERANCE
-
-from ase_fastuma.kernels import reference
-from ase_fastuma.kernels.gate import gate
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

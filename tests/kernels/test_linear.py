@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devices import DEVICES
-from edge_graphs import random
-
 from ase_fastuma.kernels import reference
 from ase_fastuma.kernels.linear import block_linear, block_weights
 from ase_fastuma.kernels.operand import KINDS, to_operand
+from devices import DEVICES
+from edge_graphs import random
 
 # Largest relative error of a row of products against float64: a few units in the last place of the operands, less what
 # averages out over the sum. "split" carries 22 bits, "half" 11.
@@ -83,6 +82,7 @@ def test_storage_keeps_what_it_promises(kind):
     assert (torch.frexp(operand.unscale).mantissa == 0.5).all()  # powers of two: scaling is exact
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # NumPy's, from the interpreter: the point of the test
 @pytest.mark.parametrize("kind", ["split", "half"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("device", DEVICES)

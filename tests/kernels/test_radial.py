@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devices import DEVICES
-from edge_graphs import random
-
 from ase_fastuma.kernels import reference
 from ase_fastuma.kernels.radial import look_up, network_with_slope, tabulate
+from devices import DEVICES
+from edge_graphs import random
 
 CUTOFF = 6.0
 
@@ -36,7 +35,9 @@ def test_values_and_slopes_equal_the_network(device, kind, num_edges):
     value, slope = look_up(distances, pair, tabulate(pair_bias, layers, CUTOFF), kind, with_slope=True)
     want_value, want_slope = network_with_slope(distances, pair_bias, pair, layers)
     tolerance = 1e-3 if kind == "half" else 1e-6
-    torch.testing.assert_close(value.dense().double(), want_value, rtol=0, atol=tolerance * want_value.abs().max().item())
+    torch.testing.assert_close(
+        value.dense().double(), want_value, rtol=0, atol=tolerance * want_value.abs().max().item()
+    )
     scale = want_slope.abs().max().item()
     torch.testing.assert_close(slope.dense().double(), want_slope, rtol=0, atol=max(tolerance, 1e-5) * scale)
 
