@@ -98,8 +98,8 @@ class System:
 def _check_atoms(numbers: np.ndarray, positions: np.ndarray) -> None:
     if len(numbers) == 0:
         raise ValueError("atoms: expected at least one atom, got none")
-    unknown = sorted({int(z) for z in numbers if not 1 <= z <= MAX_ATOMIC_NUMBER})
-    if unknown:
+    unknown = np.unique(numbers[(numbers < 1) | (numbers > MAX_ATOMIC_NUMBER)])
+    if len(unknown):
         symbols = [chemical_symbols[z] if 0 <= z < len(chemical_symbols) else f"Z={z}" for z in unknown]
         raise ValueError(
             f"numbers: expected elements H to {chemical_symbols[MAX_ATOMIC_NUMBER]}, got {', '.join(symbols)}"
@@ -150,9 +150,11 @@ def _complete(cell: np.ndarray, pbc: np.ndarray, positions: np.ndarray, cutoff: 
 
 def _wrap(positions: np.ndarray, cell: np.ndarray, pbc: np.ndarray) -> np.ndarray:
     """Move atoms into the cell along periodic axes and centre them along open ones: in float64, before any cast."""
-    scaled = np.linalg.solve(cell.T, positions.T).T
-    scaled[:, pbc] %= 1.0
-    scaled[:, pbc] %= 1.0  # a tiny negative number becomes 1.0 in the first pass
-    low, high = scaled[:, ~pbc].min(axis=0), scaled[:, ~pbc].max(axis=0)
-    scaled[:, ~pbc] += 0.5 - (low + high) / 2
-    return np.ascontiguousarray(scaled @ cell)
+    scaled = positions @ np.linalg.inv(cell)
+    for axis, column in enumerate(scaled.T):
+        if pbc[axis]:
+            column -= np.floor(column)
+            column[column == 1.0] = 0.0  # a tiny negative number
+        else:
+            column += 0.5 - (column.min() + column.max()) / 2
+    return scaled @ cell
