@@ -10,7 +10,7 @@ from ase_fastuma.checkpoint import Architecture
 from ase_fastuma.settings import Settings
 
 # What the fused backend computes.
-FUSED_PROPERTIES = frozenset({"energy", "energies", "forces", "stress"})
+FUSED_PROPERTIES = frozenset({"energy", "energies", "forces", "stress", "hessian"})
 
 # Choices of an architecture that it knows; a checkpoint with any other runs in general mode.
 FUSED_CHOICES = {

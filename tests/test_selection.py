@@ -24,7 +24,7 @@ FAILURES = {
     "experts": ({"architecture": replace(UMA, layers_moe=(0, 1))}, r"experts in all layers .*\[0, 1\]"),
     "merging": ({"settings": Settings(merge_mole=False)}, "merged experts"),
     "recomputing": ({"settings": Settings(activation_checkpointing=True)}, "no activation checkpointing"),
-    "request": ({"request": frozenset({"energy", "hessian"})}, r"properties that it computes \(asked for hessian\)"),
+    "request": ({"request": frozenset({"energy", "dipole"})}, r"properties that it computes \(asked for dipole\)"),
 }
 
 
