@@ -130,7 +130,7 @@ class FusedBackend:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def evaluate(self, system: System, properties: frozenset[str]) -> dict[str, np.ndarray]:
-        """Energy and energies (eV), forces (eV/A), stress (eV/A^3), hessian (eV/A^2) as float64 arrays; see the interface."""
+        """Energies (eV), forces (eV/A), stress (eV/A^3), Hessian (eV/A^2) as float64 arrays; see the interface."""
         with self._on_device(), ieee_products():
             return self._run(system, properties)
 
