@@ -79,7 +79,10 @@ def to_operand(matrix: Tensor, kind: str) -> Operand:
 
 @contextmanager
 def ieee_products() -> Iterator[None]:
-    """Torch's matrix products in IEEE float32, whatever the process allows elsewhere; its switches are put back."""
+    """Torch's matrix products in IEEE arithmetic, whatever TF32 switches and autocast regions allow elsewhere.
+
+    The process's switches are put back afterwards.
+    """
     changed = []
     places: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     for place in places:
@@ -87,7 +90,8 @@ def ieee_products() -> Iterator[None]:
             changed.append((place, place.fp32_precision))
             place.fp32_precision = "ieee"
     try:
-        yield
+        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+            yield
     finally:
         for place, precision in changed:
             place.fp32_precision = precision
