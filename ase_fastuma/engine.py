@@ -24,7 +24,7 @@ from ase_fastuma.kernels import convolution, reference
 from ase_fastuma.kernels._launch import runs_kernels
 from ase_fastuma.kernels.edge import EdgeList
 from ase_fastuma.kernels.forces import forces_and_virial
-from ase_fastuma.kernels.layout import DEGREE_SLICES, NUM_COEFFICIENTS, NUM_GATES
+from ase_fastuma.kernels.layout import DEGREE_SLICES, LMAX, M_MAJOR, NUM_COEFFICIENTS, NUM_GATES
 from ase_fastuma.kernels.linear import BlockWeights, block_linear, block_weights
 from ase_fastuma.kernels.operand import ieee_products
 from ase_fastuma.kernels.radial import NUM_KNOTS, Radial, tabulate
@@ -223,6 +223,23 @@ class FusedBackend:
             second=so2("so2_conv_2"),
             channels=self._architecture.sphere_channels,
             hidden=self._architecture.hidden_channels,
+            s2=self._s2_grid,
+        )
+
+    @functools.cached_property
+    def _s2_grid(self) -> convolution.S2Grid | None:
+        """The grid of an S2 activation, which fairchem-core takes from e3nn; None for the gate."""
+        if self._architecture.act_type != "s2":
+            return None
+        from fairchem.core.models.uma.common.so3 import SO3_Grid
+
+        from ase_fastuma.general import construction
+
+        with construction(self._dtype):
+            grid = SO3_Grid(LMAX, LMAX, resolution=self._architecture.grid_resolution)
+        both = (grid.to_grid_mat, grid.from_grid_mat)
+        return convolution.S2Grid(
+            *(m.flatten(0, 1)[:, list(M_MAJOR)].to(self._device, self._dtype).contiguous() for m in both)
         )
 
     def _atomwise(self, name: str) -> _Atomwise:

@@ -49,7 +49,7 @@ class GeneralBackend:
         # fairchem-core merges the experts of the SO(2) layers, in all layers or none.
         self._merges = settings.merge_mole and architecture.moe_type == "so2" and architecture.layers_moe is None
         self._models: OrderedDict[tuple, Any] = OrderedDict()
-        with _construction(self._dtype):
+        with construction(self._dtype):
             self._template = _build(checkpoint, settings.activation_checkpointing).to(self._dtype)
 
     @property
@@ -131,7 +131,7 @@ class GeneralBackend:
         # Merging rebuilds part of the model in place, so it works on a copy; the copy shares all weights.
         shared = {id(tensor): tensor for tensor in (*self._template.parameters(), *self._template.buffers())}
         model = copy.deepcopy(self._template, shared)
-        with _construction(self._dtype), ieee_products(), torch.no_grad():
+        with construction(self._dtype), ieee_products(), torch.no_grad():
             model.prepare_for_inference(
                 _data(system, self._dtype), InferenceSettings(merge_mole=True, activation_checkpointing=False)
             )
@@ -232,7 +232,7 @@ def _numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 @contextmanager
-def _construction(dtype: torch.dtype) -> Iterator[None]:
+def construction(dtype: torch.dtype) -> Iterator[None]:
     """Build modules on the CPU in `dtype`, and leave torch's random generator, default dtype and device as they were.
 
     fairchem-core creates some constants in the default dtype; converting them later would round them to float32.

@@ -15,7 +15,7 @@ FUSED_PROPERTIES = frozenset({"energy", "energies", "forces", "stress", "hessian
 # Choices of an architecture that it knows; a checkpoint with any other runs in general mode.
 FUSED_CHOICES = {
     "norm_type": ("rms_norm_sh",),
-    "act_type": ("gate",),
+    "act_type": ("gate", "s2"),
     "ff_type": ("spectral",),
     "distance_function": ("gaussian",),
     "moe_type": ("so2",),

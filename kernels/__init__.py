@@ -6,4 +6,5 @@ Nothing here knows fairchem. Import operations from their own files, which is wh
     from ase_fastuma.kernels.gate import gate
     from ase_fastuma.kernels.linear import block_linear, block_weights
     from ase_fastuma.kernels.neighbours import neighbour_list
+    from ase_fastuma.kernels.rotation import edge_rotation, rotate, rotate_back
 """

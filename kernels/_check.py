@@ -26,7 +26,7 @@ def check_shape(name: str, tensor: Tensor, shape: tuple[int | None, ...], like: 
         raise ValueError(f"{name}: expected shape {wanted}, got {list(tensor.shape)}")
     if like is not None and tensor.device != like.device:
         raise ValueError(f"{name}: expected device {like.device}, got {tensor.device}")
-    if like is not None and {tensor.dtype, like.dtype} == {torch.float32, torch.float64}:
+    if like is not None and (tensor.dtype == torch.float64) != (like.dtype == torch.float64):
         raise TypeError(f"{name}: expected {like.dtype} like the other arguments, got {tensor.dtype}")
 
 

@@ -26,8 +26,9 @@ from .edge import (
     rotate_back_sum_forward,
 )
 from .gate import gate_backward, gate_forward
-from .layout import M_BLOCKS, NUM_COEFFICIENTS, NUM_GATES, NUM_RADIAL
+from .layout import M_BLOCKS, NUM_COEFFICIENTS, NUM_RADIAL
 from .linear import BlockWeights, block_matmul
+from .operand import Operand, to_operand
 from .radial import Radial
 
 
@@ -66,6 +67,13 @@ class Geometry:
     num_nodes: int
 
 
+class S2Grid(NamedTuple):
+    """Matrices [G, 9] of the S2 activation between m-major coefficients and a grid of G points on the sphere."""
+
+    to_grid: Tensor
+    from_grid: Tensor
+
+
 @dataclass(frozen=True)
 class ConvolutionWeights:
     """Weights of one layer's convolution, for C sphere channels and H hidden channels.
@@ -73,8 +81,9 @@ class ConvolutionWeights:
     Attributes:
         kind: operand kind of every product.
         radial: the radial network; radial_out: its last linear, B -> 6 * 2C.
-        first: first SO(2) linear, (3, 4, 2) * 2C -> (2 + 3, 4, 2) * H; second: (3, 4, 2) * H -> (3, 4, 2) * C.
+        first: first SO(2) linear, (3, 4, 2) * 2C -> (A + 3, 4, 2) * H; second: (3, 4, 2) * H -> (3, 4, 2) * C.
         channels: C; hidden: H.
+        s2: the grid of an S2 activation (A = 1), which is materialised; None for the gate (A = 2), which is a kernel.
     """
 
     kind: str
@@ -84,6 +93,26 @@ class ConvolutionWeights:
     second: BlockWeights
     channels: int
     hidden: int
+    s2: S2Grid | None = None
+
+    def activate(self, first: Tensor) -> Tensor:
+        """The activation in plain PyTorch, on rows [E, (A + 9) * H] -> [E, 9 * H]."""
+        shaped = first.unflatten(1, (first.shape[1] // self.hidden, self.hidden))
+        out = reference.gate(shaped) if self.s2 is None else reference.s2_activation(shaped, *self.s2)
+        return out.flatten(1)
+
+
+def _activate(first: Tensor, w: ConvolutionWeights) -> Operand:
+    return gate_forward(first, w.hidden, w.kind) if w.s2 is None else to_operand(w.activate(first), w.kind)
+
+
+def _activate_backward(grad: Tensor, first: Tensor, w: ConvolutionWeights) -> Operand:
+    if w.s2 is None:
+        return gate_backward(grad, first, w.hidden, w.kind)
+    with torch.enable_grad():
+        x = first.detach().requires_grad_()
+        (found,) = torch.autograd.grad(w.activate(x), x, grad)
+    return to_operand(found, w.kind)
 
 
 class _Part:
@@ -115,7 +144,7 @@ class _EdgeConvolution(torch.autograd.Function):
         for chunk in geometry.chunks:
             part = _Part(geometry, chunk)
             first = _first_linear(x, part, w)
-            z = block_matmul(gate_forward(first, w.hidden, w.kind), w.second).view(-1, NUM_COEFFICIENTS, w.channels)
+            z = block_matmul(_activate(first, w), w.second).view(-1, NUM_COEFFICIENTS, w.channels)
             sums.append(rotate_back_sum_forward(z, part.vectors, part.weight, part.edges))
             kept.append(first if geometry.keep else None)
         ctx.save_for_backward(x, vectors, *(t for t in kept if t is not None))
@@ -136,14 +165,14 @@ class _EdgeConvolution(torch.autograd.Function):
         for i, chunk in enumerate(geometry.chunks):
             part = _Part(geometry, chunk)
             first = kept[i] if kept else _first_linear(x, part, w)
-            z = block_matmul(gate_forward(first, w.hidden, w.kind), w.second).view(-1, NUM_COEFFICIENTS, w.channels)
+            z = block_matmul(_activate(first, w), w.second).view(-1, NUM_COEFFICIENTS, w.channels)
             grad_z, out_vectors, _ = rotate_back_sum_backward(
                 grad, z, part.vectors, part.weight, part.edges, w.kind, part.weight_slope
             )
             del z
             grad_gated = block_matmul(grad_z, w.second, transposed=True)
             del grad_z
-            grad_first = gate_backward(grad_gated, first, w.hidden, w.kind)
+            grad_first = _activate_backward(grad_gated, first, w)
             del grad_gated, first
             grad_pair = block_matmul(grad_first, w.first, transposed=True)
             del grad_first
@@ -219,8 +248,7 @@ def edge_convolution_reference(x: Tensor, vectors: Tensor, geometry: Geometry, w
         x, vectors, radial.view(-1, NUM_RADIAL, 2 * w.channels), geometry.source, geometry.target
     )
     first = reference.block_linear(pair.flatten(1), list(w.first.matrices), w.first.bias)
-    gated = reference.gate(first.view(-1, NUM_GATES + NUM_COEFFICIENTS, w.hidden))
-    z = reference.block_linear(gated.flatten(1), list(w.second.matrices), w.second.bias)
+    z = reference.block_linear(w.activate(first), list(w.second.matrices), w.second.bias)
     weight = reference.envelope(distances, geometry.cutoff)
     return reference.rotate_back_sum(
         z.view(-1, NUM_COEFFICIENTS, w.channels), vectors, weight, geometry.target, geometry.num_nodes

@@ -101,11 +101,12 @@ def compact_from_dense(dense: Tensor) -> Tensor:
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Rotate l-major features x [E, 9, C] by R [E, 3, 3], by compact [E, 35] or by dense blocks [E, 9, 9]."""
     if rotation.shape[1:] == (3, 3):
-        d1, d2 = wigner(rotation)
+        scalars, (d1, d2) = x[:, :1], wigner(rotation)
     else:
         compact = rotation if rotation.shape[1:] == (COMPACT_SIZE,) else compact_from_dense(rotation)
+        scalars = compact[:, :1, None] * x[:, :1]
         d1, d2 = compact[:, 1:10].reshape(-1, 3, 3), compact[:, 10:].reshape(-1, 5, 5)
-    return torch.cat([x[:, :1], d1 @ x[:, 1:4], d2 @ x[:, 4:]], dim=1)
+    return torch.cat([scalars, d1 @ x[:, 1:4], d2 @ x[:, 4:]], dim=1)
 
 
 def rotate_back(x: Tensor, rotation: Tensor) -> Tensor:
@@ -171,6 +172,21 @@ def gate(x: Tensor) -> Tensor:
     rows = [values[:, 0] * values[:, 0].sigmoid()]
     rows += [values[:, i] * gates[:, g] for i, g in enumerate(GATE_OF_M_MAJOR) if g is not None]
     return torch.stack(rows, dim=1)
+
+
+def s2_activation(x: Tensor, to_grid: Tensor, from_grid: Tensor) -> Tensor:
+    """Separable S2 activation: SiLU on a separate l = 0, and SiLU on a grid over the sphere for l = 1 and l = 2.
+
+    Args:
+        x: [E, 1 + 9, H]: the scalars that become l = 0, then the m-major coefficients.
+        to_grid: values of the m-major harmonics on the grid [G, 9]; from_grid: the way back [G, 9].
+
+    Returns:
+        [E, 9, H], m-major.
+    """
+    silu = torch.nn.functional.silu
+    tensors = torch.einsum("gi,egc->eic", from_grid, silu(torch.einsum("gi,eic->egc", to_grid, x[:, 1:])))
+    return torch.cat([silu(x[:, :1]), tensors[:, 1:]], dim=1)
 
 
 def block_linear(x: Tensor, weights: list[Tensor], bias: Tensor | None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import standin as standin_module
 import torch
 from ase import Atoms
 from ase.build import bulk, fcc111, molecule
@@ -106,6 +107,20 @@ def test_chunks_equal_one_piece(backends, precision, monkeypatch):
     monkeypatch.setattr(FusedBackend, "_keeps_activations", lambda self, num_edges: False)
     parts = backends("cuda", precision, plain=False).evaluate(chosen, ALL)
     assert_equal(parts, whole, 1e-5 if precision != "float64" else 1e-12)
+
+
+@pytest.mark.parametrize("options", [{"act_type": "s2"}, {"channels": 24}], ids=["s2", "24 channels"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_other_architectures(tmp_path, device, options):
+    """S2 activation, and channels that are no power of two."""
+    checkpoint = load_checkpoint(standin_module.write(tmp_path / "other.pt", layers=1, **options))
+    settings = Settings(device="cpu", precision="float64", backend="general")
+    chosen = system(molecule("H2O"), "omol", 0, 1)
+    want = GeneralBackend(checkpoint, settings).evaluate(chosen, ALL)
+    assert_equal(FusedBackend(checkpoint, settings, plain=True).evaluate(chosen, ALL), want, 1e-8)
+    for precision in ("float64", "accurate"):
+        engine = FusedBackend(checkpoint, Settings(device=device, precision=precision))
+        assert_equal(engine.evaluate(chosen, ALL), want, max(FORCE_ERROR[precision], 1e-8))
 
 
 @pytest.mark.parametrize("device", DEVICES)
