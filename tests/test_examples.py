@@ -1,0 +1,99 @@
+"""The examples, run as a newcomer runs them, with small settings: what they print and save, against physics."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+from ase.io import read
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run(example: str, *arguments: object, cwd: Path) -> str:
+    """What an example prints. It must succeed, and write nothing but a progress bar to standard error."""
+    command = [sys.executable, str(EXAMPLES / f"{example}.py"), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
+    assert done.returncode == 0, done.stderr
+    noise = [line for line in re.split(r"[\r\n]+", done.stderr) if line and not re.match(r" *\d+%\|", line)]
+    assert noise == []
+    return done.stdout
+
+
+def numbers(printed: str, label: str) -> list[float]:
+    """The number after each occurrence of `label` at the start of a line."""
+    return [float(number) for number in re.findall(rf"^{re.escape(label)}\s+([-+]?\d+\.?\d*)", printed, re.MULTILINE)]
+
+
+def assert_plot(path: Path) -> None:
+    """The file is an image on which something is drawn."""
+    pixels = matplotlib.image.imread(path)
+    assert min(pixels.shape[:2]) > 300
+    assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 3
+
+
+def test_quickstart(tmp_path: Path) -> None:
+    printed = run("quickstart", "--size", 2, "--steps", 30, "--out", "run", cwd=tmp_path)
+    assert re.search(r"^backend +(general|fused) \(", printed, re.MULTILINE)
+    assert numbers(printed, "atoms") == [32]
+    (milliseconds, nanoseconds) = map(float, re.search(r"([\d.]+) ms/step, ([\d.]+) ns/day", printed).groups())
+    assert nanoseconds == pytest.approx(4.0 * 86.4 / milliseconds, rel=0.01)  # 4 fs steps, 86 400 s a day
+    assert_plot(tmp_path / "run" / "energies.png")
+
+    frames = read(tmp_path / "run" / "copper.traj", ":")
+    assert len(frames) == 31
+    potential = np.array([frame.get_potential_energy() for frame in frames])
+    total = 1e3 * np.array([frame.get_total_energy() for frame in frames]) / 32
+    moved = 1e3 * np.ptp(potential) / 32
+    assert moved > 20  # meV/atom: the atoms did exchange energy
+    assert np.ptp(total) < 0.01 * moved  # what 4 fs steps leave of it; forces that are 2 % off leave more
+    assert np.abs([frame.get_momenta().sum(axis=0) for frame in frames]).max() < 1e-3  # the crystal does not drift
+    drift = np.polyfit(4e-3 * np.arange(31)[15:], total[15:], 1)[0]
+    assert numbers(printed, "energy drift") == [pytest.approx(drift, abs=1e-3)]
+
+
+def test_relax_cell(tmp_path: Path) -> None:
+    printed = run("relax_cell", cwd=tmp_path)
+    ours, emt = numbers(printed, "lattice constant")
+    assert emt == pytest.approx(3.708, abs=0.001)  # from EMT's energies of cubes, without a relaxation
+    assert ours == pytest.approx(emt, abs=0.01)
+    for name in ("fastuma", "emt"):
+        frames = read(tmp_path / "fastuma-relax-cell" / f"{name}.traj", ":")
+        assert np.ptp(frames[0].cell.lengths()) > 0.1
+        assert np.ptp(frames[-1].cell.lengths()) < 0.01
+        assert np.abs(frames[-1].cell.angles() - 90).max() < 0.1
+        assert frames[-1].get_potential_energy() < frames[0].get_potential_energy()
+
+
+def test_relax_charged_molecule(tmp_path: Path) -> None:
+    run("relax_charged_molecule", cwd=tmp_path)
+    cation, radical, anion = read(tmp_path / "fastuma-relax-charged-molecule" / "relaxed.xyz", ":")
+    for atoms, charge, spin, angle in ((cation, 1, 1, 180.0), (radical, 0, 2, 137.9), (anion, -1, 1, 117.3)):
+        assert (atoms.info["charge"], atoms.info["spin"]) == (charge, spin)
+        assert atoms.get_angle(1, 0, 2) == pytest.approx(angle, abs=3)  # of GFN2-xTB, from tblite
+
+
+def test_phonons_cu(tmp_path: Path) -> None:
+    printed = run("phonons_cu", "--size", 3, cwd=tmp_path)
+    assert np.abs(np.subtract(*numbers(printed, "lattice constant"))) < 0.01
+    assert max(numbers(printed, "acoustic branches at Gamma")) < 0.01  # THz
+    assert min(numbers(printed, "lowest frequency")) > -0.01  # no imaginary branch
+    assert numbers(printed, "largest deviation from EMT:")[0] < 0.3
+    assert_plot(tmp_path / "fastuma-phonons-cu" / "bands.png")
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    kept = tmp_path / "fastuma-relax-charged-molecule" / "relaxed.xyz"
+    kept.parent.mkdir()
+    kept.write_text("mine")
+    run("relax_charged_molecule", cwd=tmp_path)
+    assert kept.read_text() == "mine"
+    assert (tmp_path / "fastuma-relax-charged-molecule-2" / "relaxed.xyz").exists()
+    with pytest.raises(AssertionError, match="--out: expected a folder that does not exist yet, got"):
+        run("relax_charged_molecule", "--out", kept.parent, cwd=tmp_path)
+    assert kept.read_text() == "mine"
