@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ class Replays:
         """`cutoff` (A) places the padding; `kept` bounds the recordings, which share one memory pool."""
         self._cutoff, self._kept = cutoff, kept
         self._recordings: OrderedDict[Hashable, list[_Recording]] = OrderedDict()
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # torch keeps the type of its handles to itself
 
     def run(self, key: Hashable, inputs: EdgeInputs, step: Callable[[EdgeInputs], Tensor]) -> Tensor:
         """`step(inputs)`, replayed where possible. The key names all that the step reads besides its inputs.
