@@ -7,6 +7,7 @@ distorted copies of a molecule), and a group is never split between training and
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -19,12 +20,40 @@ from ase.build import bulk, fcc100, fcc111
 from ase.calculators.calculator import Calculator
 from ase.calculators.emt import EMT
 from ase.collections import g2, s22
+from ase.data import covalent_radii, vdw_radii
 from ase.md.langevin import Langevin
 from ase.md.velocitydistribution import MaxwellBoltzmannDistribution
+from ase.optimize import BFGS
+from scipy.sparse.csgraph import connected_components
 
 TASKS = ("omat", "omol")
 SEED = 20240607
-FORCE_LIMIT = {"omat": 20.0, "omol": 30.0}  # eV/A; harsher geometries than these teach a small model nothing useful
+FORCE_LIMIT = {"omat": 20.0, "omol": 15.0}  # eV/A; harsher geometries than these teach a small model nothing useful
+
+# Molecules that people try first, and those whose closed-shell ions they try
+POPULAR = ("H2O", "NH3", "CH4", "CH3OH", "CH3CH2OH", "CO2", "H2CO", "HCOOH")
+BASES = (
+    "H2O",
+    "NH3",
+    "CH3OH",
+    "CH3CH2OH",
+    "H2CO",
+    "CH3CHO",
+    "HCOOH",
+    "CH3COOH",
+    "CH3CONH2",
+    "CH3OCH3",
+    "CH3COCH3",
+    "H3CNH2",
+    "CH3CH2NH2",
+    "C2H6NH",
+    "C3H9N",
+    "C5H5N",
+    "HCN",
+    "CH3CN",
+    "N2H4",
+)
+ACIDS = ("H2O", "NH3", "CH3OH", "CH3CH2OH", "C2H6CHOH", "HCOOH", "CH3COOH", "CH3CONH2", "C4H4NH", "H2O2", "HCN", "C2H2")
 
 # EMT's own equilibrium lattice constants of fcc, A
 METALS = {"Al": 3.995, "Ni": 3.488, "Cu": 3.590, "Pd": 3.875, "Ag": 4.063, "Pt": 3.917, "Au": 4.057}
@@ -236,72 +265,167 @@ def xtb(charge: int, spin: int) -> Calculator:
     return TBLite(method="GFN2-xTB", charge=charge, multiplicity=spin, verbosity=0)
 
 
-def molecule(name: str) -> tuple[Atoms, int]:
-    """A molecule of ASE's g2 or s22 collection and its multiplicity when neutral."""
-    atoms = g2[name] if name in g2.names else s22[name]
-    spin = round(atoms.get_initial_magnetic_moments().sum()) + 1
-    return Atoms(atoms.numbers, atoms.positions), spin
+def bonded(atoms: Atoms) -> np.ndarray:
+    """Which atoms are bonded, bool [N, N]: closer than 1.25 times the sum of their covalent radii."""
+    radii = covalent_radii[atoms.numbers]
+    distances = atoms.get_all_distances()
+    return (distances < 1.25 * (radii[:, None] + radii)) & ~np.eye(len(atoms), dtype=bool)
 
 
-def multiplicity(atoms: Atoms, charge: int, neutral: int) -> int:
-    """The collection's multiplicity when neutral, else the lowest one that the number of electrons allows."""
-    return neutral if charge == 0 else 1 + (int(atoms.numbers.sum()) - charge) % 2
+def protonated(atoms: Atoms) -> Atoms:
+    """A copy with H added on the side that the most basic atom leaves open: N before O, then the fewest bonds."""
+    bonds = bonded(atoms)
+    sites = [i for i in range(len(atoms)) if atoms.symbols[i] in "NO"]
+    site = min(sites, key=lambda i: (atoms.symbols[i] == "O", bonds[i].sum()))
+    away = atoms.positions[site] - atoms.positions[bonds[site]]
+    direction = (away / np.linalg.norm(away, axis=1)[:, None]).sum(axis=0)
+    direction += np.array([0.05, 0.03, 0.02])  # off any plane or line
+    return atoms + Atoms("H", [atoms.positions[site] + 1.02 * direction / np.linalg.norm(direction)])
+
+
+def deprotonated(atoms: Atoms) -> Atoms:
+    """A copy without the H of the most acidic bond: of O, else of N, else of C."""
+    bonds = bonded(atoms)
+    acidity = {"O": 0, "N": 1, "C": 2, "H": 3}
+    partner = {i: atoms.symbols[np.flatnonzero(bonds[i])[0]] for i in np.flatnonzero(atoms.numbers == 1)}
+    copy = atoms.copy()
+    del copy[min(partner, key=lambda i: acidity[partner[i]])]
+    return copy
+
+
+@functools.cache
+def molecule(name: str, charge: int) -> tuple[Atoms, int]:
+    """A species relaxed with GFN2-xTB, and its multiplicity.
+
+    `name` is one of ASE's g2 or s22 collection; a suffix "+H" or "-H" adds or takes a proton. The multiplicity is the
+    collection's when neutral, else the lowest that the number of electrons allows.
+    """
+    base = name.removesuffix("+H").removesuffix("-H")
+    source = g2[base] if base in g2.names else s22[base]
+    atoms = Atoms(source.numbers, source.positions)
+    if name.endswith("+H"):
+        atoms = protonated(atoms)
+    elif name.endswith("-H"):
+        atoms = deprotonated(atoms)
+    if charge == 0:
+        spin = round(source.get_initial_magnetic_moments().sum()) + 1
+    else:
+        spin = 1 + (int(atoms.numbers.sum()) - charge) % 2
+    relax(atoms, xtb(charge, spin), 0.05, 60)
+    return atoms, spin
+
+
+def relax(atoms: Atoms, calc: Calculator, limit: float, steps: int) -> None:
+    """Relax `atoms` in place until no force passes `limit` (eV/A) or `steps` are done."""
+    atoms.calc = calc
+    BFGS(atoms, logfile=None).run(fmax=limit, steps=steps)
+    atoms.calc = None
+
+
+def conformer(rng: np.random.Generator, atoms: Atoms) -> Atoms:
+    """A copy turned at random about each of its single bonds between heavy atoms that is in no ring."""
+    copy = atoms.copy()
+    bonds = bonded(atoms)
+    for first, second in np.argwhere(np.triu(bonds)):
+        if 1 in atoms.numbers[[first, second]] or atoms.get_distance(first, second) < 1.4:
+            continue
+        opened = bonds.copy()
+        opened[first, second] = opened[second, first] = False
+        part = connected_components(opened)[1]
+        side = part == part[second]
+        if side[first] or side.sum() == 1 or (part == part[first]).sum() == 1:
+            continue
+        turned = copy[side]
+        axis = copy.positions[second] - copy.positions[first]
+        turned.rotate(rng.uniform(0, 360), axis, center=copy.positions[first])
+        copy.positions[side] = turned.positions
+    return copy
+
+
+def with_displaced(
+    rng: np.random.Generator, frames: Iterator[Frame | None], calc: Calculator, width: float
+) -> Iterator[Frame | None]:
+    """Each frame, followed by a copy of it rattled by up to `width` A."""
+    for frame in frames:
+        yield frame
+        if frame is not None:
+            atoms = frame.atoms.copy()
+            rattle(rng, atoms, rng.uniform(0.01, width))
+            yield label(atoms, calc, frame.task, frame.charge, frame.spin)
 
 
 def molecule_trajectory(
     rng: np.random.Generator, name: str, charge: int, frames: int, stride: int
 ) -> Iterator[Frame | None]:
-    """Langevin dynamics of one molecule at 200 to 1000 K."""
-    atoms, spin = molecule(name)
-    spin = multiplicity(atoms, charge, spin)
-    rattle(rng, atoms, 0.02)
-    temperature = rng.uniform(200, 1000)
-    yield from trajectory(rng, atoms, xtb(charge, spin), temperature, 1.0, frames, stride, "omol", charge, spin)
+    """Langevin dynamics of one conformer at 200 to 900 K, with displaced copies."""
+    parent, spin = molecule(name, charge)
+    atoms, calc = conformer(rng, parent), xtb(charge, spin)
+    relax(atoms, calc, 1.0, 20)
+    steps = trajectory(rng, atoms, calc, rng.uniform(200, 900), 1.0, frames, stride, "omol", charge, spin)
+    yield from with_displaced(rng, steps, xtb(charge, spin), 0.08)
 
 
 def distorted_molecule(rng: np.random.Generator, name: str, charge: int, frames: int) -> Iterator[Frame | None]:
-    """One molecule rattled, breathed, and with one bond stretched."""
-    parent, spin = molecule(name)
-    spin = multiplicity(parent, charge, spin)
+    """One conformer rattled, breathed, and half of the time with one bond stretched."""
+    parent, spin = molecule(name, charge)
+    parent, calc = conformer(rng, parent), xtb(charge, spin)
+    relax(parent, calc, 0.5, 20)
     for _ in range(frames):
         atoms = parent.copy()
-        atoms.positions *= rng.uniform(0.95, 1.06)
-        rattle(rng, atoms, rng.uniform(0.01, 0.14))
-        if len(atoms) > 1 and rng.random() < 0.5:
+        atoms.positions *= rng.uniform(0.97, 1.04)
+        rattle(rng, atoms, rng.uniform(0.0, 0.1))
+        if rng.random() < 0.5:
             stretch_bond(rng, atoms)
-        yield label(atoms, xtb(charge, spin), "omol", charge, spin)
+        yield label(atoms, calc, "omol", charge, spin)
 
 
 def stretch_bond(rng: np.random.Generator, atoms: Atoms) -> None:
-    """Move one atom, in place, along the line to its nearest neighbour by -0.15 to +0.5 A."""
+    """Move one atom, in place, along the line to its nearest neighbour: 0.85 to 1.2 times their distance."""
     moved = int(rng.integers(len(atoms)))
     distances = atoms.get_distances(moved, range(len(atoms)))
     distances[moved] = np.inf
     partner = int(distances.argmin())
-    direction = atoms.positions[moved] - atoms.positions[partner]
-    atoms.positions[moved] += direction / np.linalg.norm(direction) * rng.uniform(-0.15, 0.5)
+    bond = atoms.positions[moved] - atoms.positions[partner]
+    atoms.positions[moved] += bond * rng.uniform(-0.15, 0.2)
 
 
-def pair_group(rng: np.random.Generator, names: tuple[str, str], charge: int, frames: int) -> Iterator[Frame | None]:
-    """Two closed-shell molecules at random orientations, 1.7 to 5 A between their closest atoms."""
+def pair(rng: np.random.Generator, first: Atoms, second: Atoms, gap: float) -> Atoms:
+    """Both at random orientations, as close as `gap` times the sum of van der Waals radii of every two atoms allows."""
+    parts = []
+    for part in (first.copy(), second.copy()):
+        part.positions -= part.get_center_of_mass()
+        rattle(rng, part, rng.uniform(0.0, 0.06))
+        part.rotate(rng.uniform(0, 180), rng.normal(size=3))
+        parts.append(part)
+    closest = gap * (vdw_radii[parts[0].numbers][:, None] + vdw_radii[parts[1].numbers])
+    direction = rng.normal(size=3)
+    direction /= np.linalg.norm(direction)
+    for distance in np.arange(0.0, 16.0, 0.05):
+        apart = parts[1].positions + direction * distance
+        if (np.linalg.norm(apart - parts[0].positions[:, None], axis=-1) > closest).all():
+            break
+    return Atoms(np.concatenate([p.numbers for p in parts]), np.concatenate([parts[0].positions, apart]))
+
+
+def pair_group(
+    rng: np.random.Generator, names: tuple[str, str], charges: tuple[int, int], frames: int
+) -> Iterator[Frame | None]:
+    """Two closed-shell species side by side, from near contact to out of reach of each other."""
+    (first, _), (second, _) = (molecule(name, charge) for name, charge in zip(names, charges, strict=True))
     for _ in range(frames):
-        parts = []
-        for name in names:
-            part, _ = molecule(name)
-            part.positions -= part.get_center_of_mass()
-            rattle(rng, part, rng.uniform(0.01, 0.08))
-            part.rotate(rng.uniform(0, 180), rng.normal(size=3))
-            parts.append(part)
-        direction = rng.normal(size=3)
-        direction /= np.linalg.norm(direction)
-        gap = rng.uniform(1.7, 3.2) if rng.random() < 0.7 else rng.uniform(3.2, 5.0)
-        for distance in np.arange(0.0, 14.0, 0.05):
-            apart = parts[1].positions + direction * distance
-            if np.linalg.norm(apart[:, None] - parts[0].positions, axis=-1).min() > gap:
-                break
-        atoms = Atoms(np.concatenate([p.numbers for p in parts]), np.concatenate([parts[0].positions, apart]))
-        spin = multiplicity(atoms, charge, 1)
-        yield label(atoms, xtb(charge, spin), "omol", charge, spin)
+        gap = rng.uniform(0.65, 1.0) if rng.random() < 0.7 else rng.uniform(1.0, 1.6)
+        yield label(pair(rng, first, second, gap), xtb(sum(charges), 1), "omol", sum(charges), 1)
+
+
+def pair_trajectory(
+    rng: np.random.Generator, names: tuple[str, str], charges: tuple[int, int], frames: int, stride: int
+) -> Iterator[Frame | None]:
+    """Langevin dynamics of two closed-shell species that start close together, with displaced copies."""
+    (first, _), (second, _) = (molecule(name, charge) for name, charge in zip(names, charges, strict=True))
+    atoms, calc = pair(rng, first, second, rng.uniform(0.75, 1.0)), xtb(sum(charges), 1)
+    relax(atoms, calc, 1.0, 20)
+    steps = trajectory(rng, atoms, calc, rng.uniform(100, 500), 1.0, frames, stride, "omol", sum(charges), 1)
+    yield from with_displaced(rng, steps, xtb(sum(charges), 1), 0.08)
 
 
 # -------------------------------------------------------------------------------------------------------------- the set
@@ -313,7 +437,7 @@ def organic(names: list[str], source: object) -> list[str]:
 
 
 def jobs(scale: float) -> list[Job]:
-    """The whole set as groups; `scale` shrinks or grows it (1: about 7,000 metal and 16,000 molecule frames)."""
+    """The whole set as groups; `scale` shrinks or grows it (1: about 7,000 metal and 50,000 molecule frames)."""
 
     def many(count: float) -> range:
         return range(max(1, round(count * scale)))
@@ -327,23 +451,42 @@ def jobs(scale: float) -> list[Job]:
     plan += [Job(cluster_group, {"frames": 4}) for _ in many(150)]
     plan += [Job(metal_trajectory, {"frames": 14, "stride": 12}) for _ in many(80)]
 
-    small, complexes = organic(g2.names, g2), organic(s22.names, s22)
-    for name, charge in itertools.product(small, (0, 0, -1, 1)):
-        plan += [Job(molecule_trajectory, {"name": name, "charge": charge, "frames": 14, "stride": 6}) for _ in many(1)]
-        plan += [Job(distorted_molecule, {"name": name, "charge": charge, "frames": 7}) for _ in many(4)]
-    for name in ("H2O", "NH3", "CH4", "CH3OH", "CO2", "H2CO"):  # the molecules that people try first
-        plan += [Job(distorted_molecule, {"name": name, "charge": 0, "frames": 10}) for _ in many(4)]
-        plan += [Job(molecule_trajectory, {"name": name, "charge": 0, "frames": 10, "stride": 8}) for _ in many(2)]
-    for name in complexes:
-        plan += [Job(molecule_trajectory, {"name": name, "charge": 0, "frames": 8, "stride": 8}) for _ in many(3)]
+    def around(name: str, charge: int, trajectories: float, distorted: float) -> list[Job]:
+        moving = Job(molecule_trajectory, {"name": name, "charge": charge, "frames": 8, "stride": 5})
+        still = Job(distorted_molecule, {"name": name, "charge": charge, "frames": 8})
+        return [moving for _ in many(trajectories)] + [still for _ in many(distorted)]
+
+    small = organic(g2.names, g2)
+    for name in small:
+        plan += around(name, 0, 12, 18) + around(name, 1, 3, 3)
+        if g2[name].get_initial_magnetic_moments().sum() > 0:  # of the others few bind an electron
+            plan += around(name, -1, 4, 4)
+    for name in POPULAR:
+        plan += around(name, 0, 16, 24)
+    for charge in (-1, 1):
+        plan += around("NO2", charge, 12, 12)
+    for name in BASES:
+        plan += around(f"{name}+H", 1, 8, 8)
+    for name in ACIDS:
+        plan += around(f"{name}-H", -1, 8, 8)
+    for name in organic(s22.names, s22):
+        options = {"name": name, "charge": 0, "frames": 6, "stride": 5}
+        plan += [Job(molecule_trajectory, options) for _ in many(6)]
     closed = [n for n in small if g2[n].get_initial_magnetic_moments().sum() == 0 and len(g2[n]) <= 12]
+    ions = [(f"{name}+H", 1) for name in BASES] + [(f"{name}-H", -1) for name in ACIDS]
     picker = np.random.default_rng([SEED, 1])
-    for _ in many(420):
-        first, second = (str(n) for n in picker.choice(closed, 2))
-        first = "H2O" if picker.random() < 0.25 else first
-        charge = int(picker.choice([0, -1, 1], p=[0.8, 0.1, 0.1]))
-        plan.append(Job(pair_group, {"names": (first, second), "charge": charge, "frames": 5}))
-    plan += [Job(pair_group, {"names": ("H2O", "H2O"), "charge": 0, "frames": 10}) for _ in many(10)]
+    for _ in many(800):
+        first, second = ((str(name), 0) for name in picker.choice(closed, 2))
+        if picker.random() < 0.25:
+            first = ("H2O", 0)
+        if picker.random() < 0.12:
+            second = ions[picker.integers(len(ions))]
+        options = dict(zip(("names", "charges"), zip(first, second, strict=True), strict=True))
+        plan.append(Job(pair_group, options | {"frames": 5}))
+        plan.append(Job(pair_trajectory, options | {"frames": 3, "stride": 5}))
+    water = {"names": ("H2O", "H2O"), "charges": (0, 0)}
+    plan += [Job(pair_group, water | {"frames": 10}) for _ in many(20)]
+    plan += [Job(pair_trajectory, water | {"frames": 8, "stride": 5}) for _ in many(20)]
     return plan
 
 

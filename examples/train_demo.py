@@ -30,8 +30,9 @@ from torch.nn import functional
 CUTOFF = 5.5  # A; EMT's own interaction ends at 5.4
 ELEMENTS = 100
 WEIGHTS = {"energy": 4.0, "forces": 1.0, "virial": 1.0}  # of errors in eV/atom, eV/A, eV/atom
+TASK_WEIGHTS = (0.35, 0.65)  # of the tasks' mean errors: a batch has far more molecules than metal frames
 FINAL_ENERGY_WEIGHT = 20.0  # reached in the last part of the training, when forces are nearly learned
-WARM_UP, DECAY = 0.02, 0.01  # AdamW; warm-up as a fraction of the budget
+WARM_UP, DECAY = 0.03, 0.01  # AdamW; warm-up as a fraction of the budget
 CLIP = 10.0  # largest norm of the gradient
 EMA_HALF_LIFE = 150  # steps
 
@@ -292,6 +293,19 @@ def fit_scales(structures: Structures, chosen: np.ndarray) -> Scales:
     return Scales(torch.as_tensor(references, device=device), torch.as_tensor(rmsd, device=device))
 
 
+def stored_scales(tasks: list[dict], device: torch.device) -> Scales:
+    """The scales of a checkpoint that `write_checkpoint` wrote."""
+    references = torch.zeros(len(TASKS), ELEMENTS, dtype=torch.float64)
+    rmsd = torch.zeros(len(TASKS), dtype=torch.float64)
+    for task in tasks:
+        index = TASKS.index(task["datasets"][0])
+        rmsd[index] = task["normalizer"]["rmsd"]
+        if task["property"] == "energy":
+            values = task["element_references"]["element_references"]["_args_"][0]
+            references[index] = torch.tensor(values, dtype=torch.float64)
+    return Scales(references.to(device), rmsd.to(device))
+
+
 def errors(trainee: Trainee, scales: Scales, batch: Batch, labels: dict, training: bool) -> dict[str, torch.Tensor]:
     """Prediction minus label: energy [B] in eV/atom, forces [N, 3] in eV/A, virial [B, 3, 3] in eV/atom."""
     unit = scales.rmsd[batch["dataset"]]  # [B]
@@ -307,15 +321,23 @@ def errors(trainee: Trainee, scales: Scales, batch: Batch, labels: dict, trainin
     }
 
 
-def loss_of(error: dict[str, torch.Tensor], progress: float) -> torch.Tensor:
-    """Mean absolute energy and virial errors and mean length of force errors; energies count more towards the end."""
+def loss_of(error: dict[str, torch.Tensor], batch: Batch, task_weights: torch.Tensor, progress: float) -> torch.Tensor:
+    """Mean absolute energy and virial errors and mean length of force errors, each averaged within its task first.
+
+    Energies count more towards the end.
+    """
     late = min(max((progress - 0.5) / 0.4, 0.0), 1.0)
     energy_weight = WEIGHTS["energy"] * (FINAL_ENERGY_WEIGHT / WEIGHTS["energy"]) ** late
-    length = (error["forces"].square().sum(1) + 1e-12).sqrt()
+
+    def mean(values: torch.Tensor, task: torch.Tensor) -> torch.Tensor:
+        count = torch.zeros_like(task_weights).index_add_(0, task, torch.ones_like(task, dtype=task_weights.dtype))
+        return (values * (task_weights / count)[task]).sum()
+
+    of_frame, of_atom = batch["dataset"], batch["dataset"][batch["batch"]]
     return (
-        energy_weight * error["energy"].abs().mean()
-        + WEIGHTS["forces"] * length.mean()
-        + WEIGHTS["virial"] * error["virial"].abs().mean()
+        energy_weight * mean(error["energy"].abs(), of_frame)
+        + WEIGHTS["forces"] * mean((error["forces"].square().sum(1) + 1e-12).sqrt(), of_atom)
+        + WEIGHTS["virial"] * mean(error["virial"].abs().mean((1, 2)), of_frame)
     )
 
 
@@ -377,13 +399,16 @@ def train(options: argparse.Namespace) -> None:
     torch.manual_seed(demo_data.SEED)
     torch.set_float32_matmul_precision("high")  # TF32: noise far below the errors of the fit
     train_rows, test_rows = np.flatnonzero(~test), np.flatnonzero(test)
-    scales = fit_scales(structures, train_rows)
-
     config = model_config(options.channels)
     model = hydra.utils.instantiate(config).to(device)
     if options.init:
-        model.load_state_dict(torch.load(options.init, map_location=device, weights_only=False).model_state_dict)
+        stored = torch.load(options.init, map_location="cpu", weights_only=False)  # our own file
+        model.load_state_dict(stored.model_state_dict)
+        scales = stored_scales(stored.tasks_config, device)  # the weights belong to these
+    else:
+        scales = fit_scales(structures, train_rows)
     trainee = Trainee(model)
+    task_weights = torch.tensor(TASK_WEIGHTS, device=device)
     parameters = [p for p in model.parameters() if p.requires_grad]
     average = Average(parameters)
     optimizer = torch.optim.AdamW(parameters, lr=options.rate, weight_decay=DECAY, fused=True)
@@ -418,7 +443,7 @@ def train(options: argparse.Namespace) -> None:
         for group in optimizer.param_groups:
             group["lr"] = options.rate * schedule(progress)
         batch, labels = assemble(structures, next(stream))
-        loss = loss_of(errors(trainee, scales, batch, labels, training=True), progress)
+        loss = loss_of(errors(trainee, scales, batch, labels, training=True), batch, task_weights, progress)
         optimizer.zero_grad(set_to_none=True)
         scaler.scale(loss).backward(inputs=parameters)  # not to the positions, which require a gradient too
         scaler.unscale_(optimizer)
@@ -506,7 +531,7 @@ def main() -> None:
     fit.add_argument("--rate", type=float, default=1.5e-3, help="peak learning rate")
     fit.add_argument("--report", type=float, default=60.0, help="seconds between reports")
     fit.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    fit.add_argument("--init", type=Path, help="start from this checkpoint's weights")
+    fit.add_argument("--init", type=Path, help="start from the weights and scales of this checkpoint")
     options = parser.parse_args()
     if options.command == "data":
         print(demo_data.describe(demo_data.generate(options.out, options.scale, options.workers)))
