@@ -37,7 +37,6 @@ def calculator(impl: str, checkpoint: str, task: str):
 
         return FastUMACalculator(checkpoint, task=task, precision=preset, device="cuda", backend="fused")
     from fairchem.core import FAIRChemCalculator
-    from fairchem.core.models.uma.uma_nitro import _inference
     from fairchem.core.units.mlip_unit import load_predict_unit
     from fairchem.core.units.mlip_unit.api.inference import InferenceSettings
 
@@ -51,7 +50,10 @@ def calculator(impl: str, checkpoint: str, task: str):
             execution_mode="general",
             base_precision_dtype=torch.float64 if preset == "float64" else torch.float32,
         )
-    _inference.verify_checkpoint_file = lambda path: None
+    if preset == "nitro":
+        from fairchem.core.models.uma.uma_nitro import _inference
+
+        _inference.verify_checkpoint_file = lambda path: None
     return FAIRChemCalculator(load_predict_unit(checkpoint, inference_settings=settings, device="cuda"), task_name=task)
 
 
