@@ -32,7 +32,7 @@ ELEMENTS = 100
 WEIGHTS = {"energy": 4.0, "forces": 1.0, "virial": 1.0}  # of errors in eV/atom, eV/A, eV/atom
 TASK_WEIGHTS = (0.35, 0.65)  # of the tasks' mean errors: a batch has far more molecules than metal frames
 FINAL_ENERGY_WEIGHT = 20.0  # reached in the last part of the training, when forces are nearly learned
-WARM_UP, DECAY = 0.03, 0.01  # AdamW; warm-up as a fraction of the budget
+WARM_UP, DECAY = 0.05, 0.01  # AdamW; warm-up as a fraction of the budget
 CLIP = 10.0  # largest norm of the gradient
 EMA_HALF_LIFE = 150  # steps
 
