@@ -251,7 +251,9 @@ def test_torch_switches_neither_act_nor_change(backends, precision):
         assert torch.backends.cuda.matmul.allow_tf32
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
-    assert_equal(got, want, 1e-6)  # a recording and its first run differ by the order of padded products at most
+    # The library may sum float32 products of another number of rows in another order: some units in the last place.
+    # TF32 or bfloat16 would show at 1e-3.
+    assert_equal(got, want, 1e-5)
 
 
 @pytest.mark.gpu
