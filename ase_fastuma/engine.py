@@ -28,10 +28,10 @@ from ase_fastuma.kernels.layout import DEGREE_SLICES, LMAX, M_MAJOR, NUM_COEFFIC
 from ase_fastuma.kernels.linear import BlockWeights, block_linear, block_weights
 from ase_fastuma.kernels.operand import ieee_products
 from ase_fastuma.kernels.radial import NUM_KNOTS, Radial, tabulate
-from ase_fastuma.replay import EdgeInputs, Replays
+from ase_fastuma.replay import EdgeInputs, Replays, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
 
     from ase_fastuma.checkpoint import Checkpoint
     from ase_fastuma.settings import Settings
@@ -117,7 +117,7 @@ class FusedBackend:
         self._state: State | None = None
         self._network = functools.lru_cache(maxsize=_KEPT_MIXTURES)(self._build_network)
         self._radials = functools.lru_cache(maxsize=4)(self._build_radials)
-        self._replays = Replays(self._architecture.cutoff)
+        self._replays = Replays(self._architecture.cutoff, self._architecture.max_neighbors, _CHUNK_EDGES)
 
     # ------------------------------------------------------------------------------------------------ the interface
 
@@ -325,35 +325,36 @@ class FusedBackend:
 
     def _run(self, system: System, properties: frozenset[str]) -> dict[str, np.ndarray]:
         network = self._weights(system)
-        graph = build_graph(system, self._architecture.cutoff, self._architecture.max_neighbors, self._device)
-        edges = graph.edges
-        inputs = EdgeInputs(
-            graph.numbers,
-            edges.row_start,
-            edges.source_row_start,
-            edges.vectors,
-            edges.source,
-            edges.target,
-            edges.by_source,
-        )
         if "hessian" in properties:
-            hessian = self._hessian(network, (system.charge, system.spin), inputs).cpu().numpy()
+            hessian = self._hessian(network, (system.charge, system.spin), self._inputs(system)).cpu().numpy()
             hessian *= self._checkpoint.tasks[system.task].rmsd
             rest = properties - {"hessian"}
-            return {"hessian": hessian} | (self._derive(system, network, inputs, rest) if rest else {})
-        return self._derive(system, network, inputs, properties)
+            return {"hessian": hessian} | (self._derive(system, network, rest) if rest else {})
+        return self._derive(system, network, properties)
 
-    def _derive(
-        self, system: System, network: _Network, inputs: EdgeInputs, properties: frozenset[str]
-    ) -> dict[str, np.ndarray]:
+    def _inputs(self, system: System) -> EdgeInputs:
+        arch = self._architecture
+        graph = build_graph(system, arch.cutoff, arch.max_neighbors, self._device)
+        e = graph.edges
+        return EdgeInputs(graph.numbers, e.row_start, e.source_row_start, e.vectors, e.source, e.target, e.by_source)
+
+    def _derive(self, system: System, network: _Network, properties: frozenset[str]) -> dict[str, np.ndarray]:
         derivatives = bool(properties & {"forces", "stress"})
         step = functools.partial(self._step, network, (system.charge, system.spin), derivatives)
-        if self._device.type == "cuda" and not self._plain and inputs.num_edges <= _CHUNK_EDGES:
-            key = (mixture_key(self._architecture, system), len(system.numbers), derivatives)
-            flat = self._replays.run(key, inputs, step)
+        if self._device.type != "cuda" or self._plain:
+            flat = step(self._inputs(system)).cpu().numpy()
         else:
-            flat = step(inputs)
-        return self._results(system, flat.cpu().numpy(), derivatives, properties)
+            key = (mixture_key(self._architecture, system), len(system.numbers), derivatives)
+            replayed = self._replays.run(key, system, self._device, step)
+            flat = self._run_once(key, system, step) if replayed is None else replayed
+        return self._results(system, flat, derivatives, properties)
+
+    def _run_once(self, key: Hashable, system: System, step: Step) -> np.ndarray:
+        """Evaluate without a recording, and have the next evaluation of this kind recorded."""
+        inputs = self._inputs(system)
+        flat = step(inputs).cpu().numpy()
+        self._replays.saw(key, inputs.num_edges)
+        return flat
 
     def _step(self, network: _Network, totals: tuple[int, int], derivatives: bool, inputs: EdgeInputs) -> Tensor:
         """All work on the device, in one float64 tensor: energies [N], then forces [N, 3] and virial [3, 3] if wanted.

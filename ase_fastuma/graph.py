@@ -9,12 +9,10 @@ import numpy as np
 import torch
 
 from ase_fastuma.kernels.neighbours import NeighbourList, neighbour_list
+from ase_fastuma.system import COINCIDENT
 
 if TYPE_CHECKING:
     from ase_fastuma.system import System
-
-# Below this distance (A) two atoms count as one placed twice.
-_COINCIDENT = 1e-3
 
 
 @dataclass(frozen=True)
@@ -49,10 +47,10 @@ def build_graph(system: System, cutoff: float, max_neighbours: int | None, devic
     """
     positions = _upload(system.positions, device)
     edges = neighbour_list(positions, torch.tensor(system.cell), [bool(p) for p in system.pbc], cutoff, max_neighbours)
-    if edges.shortest < _COINCIDENT:
+    if edges.shortest < COINCIDENT:
         closest = edges.vectors.norm(dim=1).argmin()
         first, second = sorted((int(edges.source[closest]), int(edges.target[closest])))
         raise ValueError(
-            f"positions: atoms {first} and {second} coincide, expected them more than {_COINCIDENT:g} A apart"
+            f"positions: atoms {first} and {second} coincide, expected them more than {COINCIDENT:g} A apart"
         )
     return Graph(_upload(system.numbers, device), positions, _upload(system.cell, device), edges)

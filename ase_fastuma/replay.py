@@ -1,17 +1,27 @@
 """CUDA graphs: a small system's evaluation is hundreds of short kernels; the GPU runs them faster than Python launches.
 
-A recording has room for somewhat more edges than it was made with, so that one serves a whole trajectory. Entries past
-the present edges are left over from earlier calls or padding; they are valid edges that no sum reaches.
+A recording holds a whole evaluation, from atoms in host memory over the neighbour list to results in host memory. It
+has room for somewhat more edges than were last seen, so that one serves a whole trajectory. Entries of that room past
+the present edges are valid edges that no sum reaches.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ase_fastuma.graph import COINCIDENT
+from ase_fastuma.kernels.neighbours import EdgeRoom, search_numbers, search_within
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ase_fastuma.system import System
 
 
 class EdgeInputs(NamedTuple):
@@ -39,81 +49,117 @@ class EdgeInputs(NamedTuple):
         """E."""
         return self.vectors.shape[0]
 
-    def padded(self, capacity: int, cutoff: float) -> EdgeInputs:
-        """A copy with room for `capacity` edges; the edges added are self-edges at the cutoff, where weights vanish."""
-        extra = capacity - self.num_edges
-        vectors = self.vectors.new_zeros(extra, 3)
-        vectors[:, 1] = cutoff
-        zeros = self.source.new_zeros(extra)
-        return EdgeInputs(
-            self.numbers.clone(),
-            self.target_start.clone(),
-            self.source_start.clone(),
-            torch.cat([self.vectors, vectors]),
-            torch.cat([self.source, zeros]),
-            torch.cat([self.target, zeros]),
-            torch.cat([self.by_source, zeros.to(self.by_source)]),
-        )
 
-    def fill(self, new: EdgeInputs) -> None:
-        """Overwrite the leading edges with new ones, at most as many as there is room for."""
-        for mine, other in zip(self, new, strict=True):
-            mine[: other.shape[0]].copy_(other)
+Step = Callable[[EdgeInputs], Tensor]
 
 
-class _Recording(NamedTuple):
-    inputs: EdgeInputs
-    output: Tensor
-    graph: torch.cuda.CUDAGraph
-
-
-def _headroom(num_edges: int) -> int:
+def _spare(num_edges: int) -> int:
     """Spare edges: what a thermal trajectory adds and loses, without much padded work."""
     return num_edges // 25 + 256
 
 
-class Replays:
-    """Recordings of `step(inputs) -> tensor`, made the second time a key is seen; the least recently used give way."""
+def _capacity(num_edges: int) -> int:
+    """Room for so many edges and the spare ones, in steps of 64."""
+    return -(-(num_edges + _spare(num_edges)) // 64) * 64
 
-    def __init__(self, cutoff: float, kept: int = 8) -> None:
-        """`cutoff` (A) places the padding; `kept` bounds the recordings, which share one memory pool."""
-        self._cutoff, self._kept = cutoff, kept
-        self._recordings: OrderedDict[Hashable, list[_Recording]] = OrderedDict()
-        self._pool: Any = None  # torch keeps the type of its handles to itself
 
-    def run(self, key: Hashable, inputs: EdgeInputs, step: Callable[[EdgeInputs], Tensor]) -> Tensor:
-        """`step(inputs)`, replayed where possible. The key names all that the step reads besides its inputs.
+class _Recording:
+    """One evaluation as a CUDA graph; numbers go in and out through pinned host memory."""
 
-        The result is valid until the next call.
-        """
-        if key not in self._recordings:
-            self._recordings[key] = []
-            while len(self._recordings) > self._kept:
-                self._recordings.popitem(last=False)
-            return step(inputs)
-        self._recordings.move_to_end(key)
-        room = 2 * _headroom(inputs.num_edges)
-        fitting = [r for r in self._recordings[key] if 0 <= r.inputs.num_edges - inputs.num_edges <= room]
-        if fitting:
-            recording = min(fitting, key=lambda r: r.inputs.num_edges)
-            recording.inputs.fill(inputs)
-        else:
-            recording = self._record(inputs, step)
-            self._recordings[key] = [*self._recordings[key][-3:], recording]
-        recording.graph.replay()
-        return recording.output
+    def __init__(self, num_atoms: int, capacity: int, cutoff: float, device: torch.device, pool: Any) -> None:
+        self.capacity = capacity
+        self._cutoff, self._num_atoms, self._pool = cutoff, num_atoms, pool
+        self._room = EdgeRoom.of(capacity, cutoff, device)
+        self._input = torch.zeros(4 * num_atoms + 34, dtype=torch.float64).pin_memory()
+        self._on_device = torch.empty_like(self._input, device=device)
+        self._graph = torch.cuda.CUDAGraph()
 
-    def _record(self, inputs: EdgeInputs, step: Callable[[EdgeInputs], Tensor]) -> _Recording:
-        capacity = inputs.num_edges + _headroom(inputs.num_edges)
-        static = inputs.padded(-(-capacity // 64) * 64, self._cutoff)
+    def fill(self, system: System) -> None:
+        """Write a system where the graph reads it."""
+        n, values = self._num_atoms, self._input.numpy()
+        values[: 3 * n] = system.positions.ravel()
+        values[3 * n : 4 * n] = system.numbers
+        values[4 * n :] = search_numbers(system.cell, system.pbc.tolist(), self._cutoff, n)
+
+    def record(self, step: Step) -> None:
+        """Record for the system that is filled in; it runs once before, so that nothing compiles while recording."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            step(static)  # whatever loads or compiles on first use must not do so while recording
+            out = self._body(step)
+            self._output = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
+            del out
         torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            output = step(static)
-        return _Recording(static, output, graph)
+        with torch.cuda.graph(self._graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            self._output.copy_(self._body(step), non_blocking=True)
+
+    def _body(self, step: Step) -> Tensor:
+        n = self._num_atoms
+        self._on_device.copy_(self._input, non_blocking=True)
+        positions, numbers = self._on_device[: 3 * n].view(n, 3), self._on_device[3 * n : 4 * n].long()
+        found = search_within(positions, self._on_device[4 * n :], self._room)
+        room = self._room
+        starts = (found.row_start, found.row_start)  # a complete list is symmetric
+        flat = step(EdgeInputs(numbers, *starts, room.vectors, room.source, room.target, found.by_source))
+        return torch.cat([flat, found.summary])
+
+    def run(self) -> np.ndarray:
+        """Evaluate what is filled in: the step's result, then the summary of the search."""
+        self._graph.replay()
+        torch.cuda.current_stream().synchronize()
+        return self._output.numpy().copy()
+
+
+@dataclass
+class _Entry:
+    """Recordings of one key, and the number of edges seen last (None: not to be recorded)."""
+
+    last: int | None = None
+    recordings: list[_Recording] = field(default_factory=list)
+
+
+class Replays:
+    """Recordings of evaluations, each made the second time its key is seen; the least recently used give way."""
+
+    def __init__(self, cutoff: float, max_neighbours: int | None, limit: int, kept: int = 8) -> None:
+        """For edges up to `cutoff` (A), at most `max_neighbours` into an atom and `limit` in all; `kept` keys stay."""
+        self._cutoff, self._max_neighbours, self._limit, self._kept = cutoff, max_neighbours, limit, kept
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._pool: Any = None  # torch keeps the type of its handles to itself
+
+    def saw(self, key: Hashable, num_edges: int) -> None:
+        """Tell how many edges an evaluation had that ran without a recording."""
+        entry = self._entries.setdefault(key, _Entry())
+        entry.last = num_edges if _capacity(num_edges) <= self._limit else None
+        self._entries.move_to_end(key)
+        while len(self._entries) > self._kept:
+            self._entries.popitem(last=False)
+
+    def run(self, key: Hashable, system: System, device: torch.device, step: Step) -> np.ndarray | None:
+        """What `step` returns for the system's edges, through a recording; None where none can serve.
+
+        The key names all that the step reads besides its inputs. None for a key that is new, where the edges have
+        outgrown the room, where the neighbour cap is active, and where atoms coincide.
+        """
+        entry = self._entries.get(key)
+        if entry is None or entry.last is None:
+            return None
+        self._entries.move_to_end(key)
+        fitting = [r for r in entry.recordings if 0 <= r.capacity - entry.last <= 3 * _spare(entry.last)]
+        if fitting:
+            recording = min(fitting, key=lambda r: r.capacity)
+            recording.fill(system)
+        else:
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            recording = _Recording(len(system.numbers), _capacity(entry.last), self._cutoff, device, self._pool)
+            recording.fill(system)
+            recording.record(step)
+            entry.recordings = [*entry.recordings[-3:], recording]
+        out = recording.run()
+        num_edges, most, shortest = out[-3:]
+        capped = self._max_neighbours is not None and most > self._max_neighbours
+        entry.last = None if capped else int(num_edges)
+        if capped or num_edges > recording.capacity or shortest < COINCIDENT**2:
+            return None
+        return out[:-3]

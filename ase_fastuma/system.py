@@ -18,8 +18,8 @@ SPINS = (0, 100)
 
 # Cell vectors shorter than this (A), or closer to the plane of the others, span no cell.
 _FLAT = 1e-3
-# Two atoms closer than this (A) are one atom given twice.
-_COINCIDENT = 1e-3
+COINCIDENT = 1e-3
+"""Two atoms closer than this (A) are one atom given twice."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,11 @@ class System:
         angle = 2 * np.pi * scaled[:, self.pbc]
         radius = height[self.pbc] / (2 * np.pi)
         parts = [radius * np.cos(angle), radius * np.sin(angle), (height * scaled)[:, ~self.pbc]]
-        pairs = cKDTree(np.hstack(parts)).query_pairs(_COINCIDENT)
+        pairs = cKDTree(np.hstack(parts)).query_pairs(COINCIDENT)
         if pairs:
             first, second = min(pairs)
             raise ValueError(
-                f"positions: atoms {first} and {second} coincide, expected them more than {_COINCIDENT:g} A apart"
+                f"positions: atoms {first} and {second} coincide, expected them more than {COINCIDENT:g} A apart"
             )
 
 

@@ -146,14 +146,17 @@ class _EdgeConvolution(torch.autograd.Function):
             first = _first_linear(x, part, w)
             z = block_matmul(_activate(first, w), w.second).view(-1, NUM_COEFFICIENTS, w.channels)
             sums.append(rotate_back_sum_forward(z, part.vectors, part.weight, part.edges))
-            kept.append(first if geometry.keep else None)
-        ctx.save_for_backward(x, vectors, *(t for t in kept if t is not None))
+            if geometry.keep:
+                kept.append(first)
+        ctx.save_for_backward(x, vectors)
+        # Not through autograd: the backward pass lets go of each as soon as it is used, which it could not there.
+        ctx.kept = kept
         ctx.geometry, ctx.weights = geometry, w
         return sums[0] if len(sums) == 1 else torch.cat(sums)
 
     @staticmethod
     def backward(ctx, grad):
-        x, vectors, *kept = ctx.saved_tensors
+        x, vectors = ctx.saved_tensors
         geometry, w = ctx.geometry, ctx.weights
         if torch.is_grad_enabled():
             function = functools.partial(edge_convolution_reference, geometry=geometry, w=w)
@@ -162,9 +165,9 @@ class _EdgeConvolution(torch.autograd.Function):
         whole = len(geometry.chunks) == 1
         grad_x = x.new_empty(2, *x.shape) if whole else x.new_zeros(2, *x.shape)
         grad_vectors = torch.empty_like(geometry.vectors)
-        for i, chunk in enumerate(geometry.chunks):
+        for chunk in geometry.chunks:
             part = _Part(geometry, chunk)
-            first = kept[i] if kept else _first_linear(x, part, w)
+            first = ctx.kept.pop(0) if ctx.kept else _first_linear(x, part, w)
             z = block_matmul(_activate(first, w), w.second).view(-1, NUM_COEFFICIENTS, w.channels)
             grad_z, out_vectors, _ = rotate_back_sum_backward(
                 grad, z, part.vectors, part.weight, part.edges, w.kind, part.weight_slope

@@ -20,18 +20,25 @@ also one that lies exactly on the cutoff, and r(s -> t) is bitwise -r(t -> s): a
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+if TYPE_CHECKING:
+    import numpy as np
+
 # Bins are wider than the cutoff by this fraction; it covers the rounding of bin indices (1e-15 of a coordinate).
 _BIN_MARGIN = 1e-6
 # Thinnest periodic cell, as a fraction of the cutoff: about 1000 images along each axis, so bin counters fit int32.
 _THINNEST = 1 / 500
+# Bins are at most as many as the atoms, or this many: a step of the search visits 27 of them anyway.
+_FEWEST_BINS = 27
 # An atom past the cap keeps neighbours up to this much (A^2) beyond the squared distance of the first one past it, so a
 # shell of equal distances is never split. UMA's models are trained with this rule.
 _SHELL_TOLERANCE = 0.01
@@ -119,7 +126,7 @@ def _plan_bins(cell: torch.Tensor, periodic: tuple[bool, ...], cutoff: float, n_
                 f"got {heights[axis]:.3g} A"
             )
     # More bins than atoms only cost memory. Open axes share what the periodic ones leave.
-    limit = max(n_atoms, 27)
+    limit = max(n_atoms, _FEWEST_BINS)
     number = [max(1, min(limit, math.floor(heights[a] / reach))) if periodic[a] else 1 for a in range(3)]
     while math.prod(number) > limit:
         finest = number.index(max(number))
@@ -352,7 +359,7 @@ def _count_kernel(
     tl.store(shortest + target, tl.min(least))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def _fill_kernel(
     wrapped,
     order,
@@ -366,10 +373,12 @@ def _fill_kernel(
     target,
     shift,
     vectors,
+    capacity,
+    SHIFT: tl.constexpr,
     LANES: tl.constexpr,
     ATOMS_PER_BIN: tl.constexpr,
 ):
-    """Write the edges that _count_kernel counted, in the order of the visits."""
+    """Write the edges that _count_kernel counted, in the order of the visits; none beyond the capacity."""
     rank = tl.program_id(0)
     home = tl.load(bins + rank)
     atom_t = tl.load(order + rank)
@@ -383,31 +392,43 @@ def _fill_kernel(
             edge, x, y, z, _ = _pair(wrapped, box, rank, other, other < last, image_0, image_1, image_2)
             one = edge.to(tl.int32)
             out = slot + tl.cumsum(one) - one
+            slot += tl.sum(one)
+            edge = edge & (out < capacity)
             atom_s = tl.load(order + other, mask=edge, other=0)
             tl.store(source + out, atom_s.to(tl.int32), mask=edge)
             tl.store(target + out, tl.zeros([LANES], dtype=tl.int32) + atom_t.to(tl.int32), mask=edge)
-            turn_s = turns + atom_s * 3
-            turn_t = turns + atom_t * 3
-            shift_0 = image_0 - tl.load(turn_s, mask=edge, other=0) + tl.load(turn_t)
-            shift_1 = image_1 - tl.load(turn_s + 1, mask=edge, other=0) + tl.load(turn_t + 1)
-            shift_2 = image_2 - tl.load(turn_s + 2, mask=edge, other=0) + tl.load(turn_t + 2)
-            tl.store(shift + out * 3, shift_0, mask=edge)
-            tl.store(shift + out * 3 + 1, shift_1, mask=edge)
-            tl.store(shift + out * 3 + 2, shift_2, mask=edge)
+            if SHIFT:
+                turn_s = turns + atom_s * 3
+                turn_t = turns + atom_t * 3
+                shift_0 = image_0 - tl.load(turn_s, mask=edge, other=0) + tl.load(turn_t)
+                shift_1 = image_1 - tl.load(turn_s + 1, mask=edge, other=0) + tl.load(turn_t + 1)
+                shift_2 = image_2 - tl.load(turn_s + 2, mask=edge, other=0) + tl.load(turn_t + 2)
+                tl.store(shift + out * 3, shift_0, mask=edge)
+                tl.store(shift + out * 3 + 1, shift_1, mask=edge)
+                tl.store(shift + out * 3 + 2, shift_2, mask=edge)
             tl.store(vectors + out * 3, x, mask=edge)
             tl.store(vectors + out * 3 + 1, y, mask=edge)
             tl.store(vectors + out * 3 + 2, z, mask=edge)
-            slot += tl.sum(one)
+
+
+_BOX_SIZE = 22
+
+
+def _numbers(bins: _Bins, cutoff: float) -> list[float]:
+    """box, then grid."""
+    lattice, inverse = bins.lattice.flatten().tolist(), bins.inverse.flatten().tolist()
+    box = [*lattice, *inverse, *bins.density, cutoff * cutoff]
+    return [*box, *bins.number, *bins.low, *bins.visits, *bins.periodic]
+
+
+def _box_and_grid(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return numbers[:_BOX_SIZE], numbers[_BOX_SIZE:].int()
 
 
 def _upload_bins(bins: _Bins, cutoff: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """box and grid, copied without waiting for the device."""
-    lattice, inverse = bins.lattice.flatten().tolist(), bins.inverse.flatten().tolist()
-    box = torch.tensor([*lattice, *inverse, *bins.density, cutoff * cutoff], dtype=torch.float64)
-    grid = torch.tensor([*bins.number, *bins.low, *bins.visits, *bins.periodic], dtype=torch.int32)
-    if device.type != "cuda":
-        return box, grid
-    return box.pin_memory().to(device, non_blocking=True), grid.pin_memory().to(device, non_blocking=True)
+    numbers = torch.tensor(_numbers(bins, cutoff), dtype=torch.float64)
+    return _box_and_grid(numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers)
 
 
 def _assign_triton(
@@ -424,32 +445,118 @@ def _assign_triton(
     return wrapped, turns, atom_bins
 
 
+def _count(
+    positions: torch.Tensor, box: torch.Tensor, grid: torch.Tensor, n_bins: int
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What _fill_kernel reads, cell turns, row_start, and float64 [3]: edges, most edges into one atom, least d^2."""
+    n_atoms = len(positions)
+    wrapped, turns, atom_bins = _assign_triton(positions, box, grid)
+    sorted_bins, order, bin_start = _sort_by_bin(atom_bins, n_bins)
+    search = (wrapped.index_select(0, order), order, sorted_bins, bin_start, box, grid)
+    counts = torch.empty(n_atoms, dtype=torch.int32, device=positions.device)
+    shortest = torch.empty(n_atoms, dtype=torch.float64, device=positions.device)
+    _count_kernel[(n_atoms,)](*search, counts, shortest, LANES=_LANES, ATOMS_PER_BIN=_ATOMS_PER_BIN, **_LAUNCH)
+    row_start = torch.zeros(n_atoms + 1, dtype=torch.int64, device=positions.device)
+    torch.cumsum(counts, 0, dtype=torch.int64, out=row_start[1:])
+    # float64 holds these integers exactly.
+    summary = torch.stack([row_start[-1].double(), counts.max().double(), shortest.min()])
+    return search, turns, row_start, summary
+
+
 def _search_triton(positions: torch.Tensor, bins: _Bins, cutoff: float) -> _Edges:
     """Find the edges in kernels; one host synchronisation."""
     device, n_atoms = positions.device, len(positions)
-
-    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    box, grid = _upload_bins(bins, cutoff, device)
-    tile = {"LANES": _LANES, "ATOMS_PER_BIN": _ATOMS_PER_BIN}
     with torch.cuda.device_of(positions):  # Triton launches on the current device
-        wrapped, turns, atom_bins = _assign_triton(positions, box, grid)
-        sorted_bins, order, bin_start = _sort_by_bin(atom_bins, math.prod(bins.number))
-        search = (wrapped.index_select(0, order), order, sorted_bins, bin_start, box, grid)
-        counts = empty(n_atoms, dtype=torch.int32)
-        shortest = empty(n_atoms, dtype=torch.float64)
-        _count_kernel[(n_atoms,)](*search, counts, shortest, **tile, **_LAUNCH)
-        row_start = torch.zeros(n_atoms + 1, dtype=torch.int64, device=device)
-        torch.cumsum(counts, 0, dtype=torch.int64, out=row_start[1:])
-        # The one synchronisation; float64 holds these integers exactly.
-        n_edges, most, least = torch.stack([row_start[-1].double(), counts.max().double(), shortest.min()]).tolist()
-        source = empty(int(n_edges), dtype=torch.int32)
-        target = empty(int(n_edges), dtype=torch.int32)
-        shift = empty(int(n_edges), 3, dtype=torch.int32)
-        vectors = empty(int(n_edges), 3, dtype=torch.float64)
-        _fill_kernel[(n_atoms,)](*search, turns, row_start, source, target, shift, vectors, **tile, **_LAUNCH)
+        box, grid = _upload_bins(bins, cutoff, device)
+        search, turns, row_start, summary = _count(positions, box, grid, math.prod(bins.number))
+        n_edges, most, least = summary.tolist()  # the one synchronisation
+        n_edges = int(n_edges)
+        source = torch.empty(n_edges, dtype=torch.int32, device=device)
+        target = torch.empty(n_edges, dtype=torch.int32, device=device)
+        shift = torch.empty(n_edges, 3, dtype=torch.int32, device=device)
+        vectors = torch.empty(n_edges, 3, dtype=torch.float64, device=device)
+        out = (source, target, shift, vectors, n_edges)
+        tile = {"LANES": _LANES, "ATOMS_PER_BIN": _ATOMS_PER_BIN}
+        _fill_kernel[(n_atoms,)](*search, turns, row_start, *out, SHIFT=True, **tile, **_LAUNCH)
     return _Edges(source, target, shift, vectors, row_start, int(most), math.sqrt(least))
+
+
+# --- without waiting for the device ----------------------------------------------------------------------------------
+
+
+class EdgeRoom(NamedTuple):
+    """Room for edges that a search on the device writes, kept from one search to the next.
+
+    | field | type | meaning |
+    |---|---|---|
+    | source, target | int32 [capacity] | edge source -> target |
+    | vectors | float64 [capacity, 3] | x[source] - x[target], images included, A |
+
+    Entries past the edges found are left as they were: they start as self-edges of atom 0 at the cutoff.
+    """
+
+    source: torch.Tensor
+    target: torch.Tensor
+    vectors: torch.Tensor
+
+    @classmethod
+    def of(cls, capacity: int, cutoff: float, device: torch.device) -> EdgeRoom:
+        """Room on a device; `cutoff` (A) is the length of the edges it starts with."""
+        atoms = torch.zeros(2, capacity, dtype=torch.int32, device=device)
+        vectors = torch.zeros(capacity, 3, dtype=torch.float64, device=device)
+        vectors[:, 1] = cutoff
+        return cls(atoms[0], atoms[1], vectors)
+
+
+class FoundEdges(NamedTuple):
+    """What `search_within` found beside the edges themselves.
+
+    | field | type | meaning |
+    |---|---|---|
+    | row_start | int64 [N + 1] | edges into, and entries of `by_source` out of, each atom; none beyond the capacity |
+    | by_source | int64 [capacity] | the edges found in the order of their sources, then the rest |
+    | summary | float64 [3] | number of edges, most edges into one atom, least squared length (A^2; inf without any) |
+
+    The edges are complete where their number is within the capacity.
+    """
+
+    row_start: torch.Tensor
+    by_source: torch.Tensor
+    summary: torch.Tensor
+
+
+@functools.lru_cache(maxsize=64)
+def _planned(rows: tuple[float, ...], pbc: tuple[bool, ...], cutoff: float, n_atoms: int) -> tuple[float, ...]:
+    cell = torch.tensor(rows, dtype=torch.float64).view(3, 3)
+    return tuple(_numbers(_plan_bins(cell, pbc, cutoff, n_atoms), cutoff))
+
+
+def search_numbers(cell: np.ndarray, pbc: Sequence[bool], cutoff: float, n_atoms: int) -> tuple[float, ...]:
+    """The 34 numbers that `search_within` reads besides positions: what follows from the cell ([3, 3], A) and cutoff.
+
+    Raises ValueError for a periodic cell without volume.
+    """
+    periodic = tuple(bool(p) for p in pbc)
+    rows = [x for row, p in zip(cell.tolist(), periodic, strict=True) for x in (row if p else (0.0, 0.0, 0.0))]
+    return _planned(tuple(rows), periodic, cutoff, n_atoms)
+
+
+@torch.no_grad()
+def search_within(positions: torch.Tensor, numbers: torch.Tensor, room: EdgeRoom) -> FoundEdges:
+    """Find all edges on the device without a word to the host, so that a CUDA graph may hold the search.
+
+    positions: float64 [N, 3], A. numbers: float64 [34], from `search_numbers`, on the device. room: OUTPUT, the edges.
+    """
+    n_atoms, capacity = len(positions), len(room.source)
+    box, grid = _box_and_grid(numbers)
+    search, turns, row_start, summary = _count(positions, box, grid, max(n_atoms, _FEWEST_BINS))
+    out = (room.source, room.target, None, room.vectors, capacity)
+    tile = {"LANES": _LANES, "ATOMS_PER_BIN": _ATOMS_PER_BIN}
+    _fill_kernel[(n_atoms,)](*search, turns, row_start, *out, SHIFT=False, **tile, **_LAUNCH)
+    row_start = row_start.clamp(max=capacity)
+    found = torch.arange(capacity, device=positions.device) < row_start[-1]
+    by_source = torch.sort(torch.where(found, room.source, n_atoms), stable=True).indices
+    return FoundEdges(row_start, by_source, summary)
 
 
 # --- public ----------------------------------------------------------------------------------------------------------

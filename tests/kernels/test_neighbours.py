@@ -100,6 +100,12 @@ def build_by_kernels(atoms: Atoms, cutoff: float = CUTOFF, cap: int | None = Non
     return module._assemble(module._search_triton(positions, bins, cutoff), cap)
 
 
+def search_within(atoms: Atoms, room: module.EdgeRoom, cutoff: float = CUTOFF) -> module.FoundEdges:
+    positions = torch.tensor(atoms.positions, device=room.vectors.device)
+    numbers = module.search_numbers(atoms.cell.array, atoms.pbc.tolist(), cutoff, len(atoms))
+    return module.search_within(positions, torch.tensor(numbers, dtype=torch.float64).to(positions), room)
+
+
 def edge_set(edges: NeighbourList) -> set[tuple[int, ...]]:
     """(source, target, shift) of every edge; fails on a repeated edge."""
     rows = [tuple(row) for row in torch.cat([edges.source[:, None], edges.target[:, None], edges.shift], 1).tolist()]
@@ -334,6 +340,41 @@ def test_bins_stay_one_cutoff_wide_where_atoms_are_dense():
     assert bins.number == (12, 12, 12)
     film = module._plan_bins(torch.diag(torch.tensor([2400.5, 2400.5, 1.0])).double(), (True, True, False), 6.0, 10**6)
     assert film.number == (400, 400, 6)
+
+
+# --- room of a fixed size ---
+
+
+@structures
+def test_search_within_room_finds_the_same_edges(name):
+    atoms = STRUCTURES[name]()
+    expected = build_by_kernels(atoms)
+    n_edges, device = len(expected.source), expected.source.device
+    room = module.EdgeRoom.of(n_edges + 70, CUTOFF, device)
+    found = search_within(atoms, room)
+    assert torch.equal(room.source[:n_edges], expected.source)
+    assert torch.equal(room.target[:n_edges], expected.target)
+    assert torch.equal(room.vectors[:n_edges], expected.vectors)
+    assert torch.equal(found.row_start, expected.row_start)
+    assert torch.equal(found.by_source[:n_edges], expected.by_source)
+    assert (room.vectors[n_edges:].norm(dim=1) == CUTOFF).all()
+    most = int(expected.row_start.diff().max())
+    assert found.summary[:2].tolist() == [n_edges, most]
+    assert math.sqrt(found.summary[2]) == expected.shortest
+
+
+def test_search_within_room_too_small():
+    """Nothing is written beyond the room, no index leads out of it, and the true number of edges is told."""
+    atoms = bulk("Cu", cubic=True) * (2, 2, 2)
+    n_edges = len(build_by_kernels(atoms).source)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    whole = module.EdgeRoom.of(n_edges, CUTOFF, torch.device(device))
+    room = module.EdgeRoom(*(t[: n_edges - 100] for t in whole))
+    found = search_within(atoms, room)
+    assert found.summary[0] == n_edges
+    assert found.row_start.max() == n_edges - 100
+    assert found.by_source.max() < n_edges - 100
+    assert (whole.vectors[-100:].norm(dim=1) == CUTOFF).all()
 
 
 # --- the neighbour cap ---
