@@ -13,17 +13,12 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import subprocess
-import sys
 import time
-from datetime import UTC, datetime
-from pathlib import Path
 
 import numpy as np
 import torch
-import triton
 from ase import Atoms
+from rows import Rows, add_arguments, brief, quantiles
 from systems import build
 
 REFERENCE = "fairchem:float64"
@@ -55,6 +50,12 @@ def calculator(impl: str, checkpoint: str, task: str):
 
         _inference.verify_checkpoint_file = lambda path: None
     return FAIRChemCalculator(load_predict_unit(checkpoint, inference_settings=settings, device="cuda"), task_name=task)
+
+
+def columns(impl: str) -> dict[str, str | None]:
+    """What rows say of "fastuma:PRECISION" or of a peer."""
+    family, _, preset = impl.partition(":")
+    return {"impl": family, "precision": preset} if family == "fastuma" else {"impl": impl, "precision": None}
 
 
 def evaluate(atoms: Atoms, calc) -> np.ndarray:
@@ -91,9 +92,7 @@ def measure(impl: str, checkpoint: str, name: str, seconds: float, reference: np
         times.append(1e3 * (time.perf_counter() - start))
     error = None if reference is None else float(np.linalg.norm(forces - reference) / np.linalg.norm(reference))
     found = {
-        "median_ms": float(np.median(times)),
-        "p20_ms": float(np.quantile(times, 0.2)),
-        "p80_ms": float(np.quantile(times, 0.8)),
+        **quantiles(times),
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         "first_call_s": first_call,
         "force_rel_err": error,
@@ -106,56 +105,31 @@ def main() -> None:
     parser.add_argument("--checkpoint", required=True)
     parser.add_argument("--systems", nargs="+", required=True)
     parser.add_argument("--impls", nargs="+", required=True)
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=3.0, help="time for the repeats of one row")
     parser.add_argument("--reference-atoms", type=int, default=1100, help="largest structure to compare with float64")
-    parser.add_argument("--commit", help="commit to write into the rows; default: that of this checkout")
-    parser.add_argument("--budget", type=float, default=1e9, help="stop before a new row after this many seconds")
+    add_arguments(parser)
     options = parser.parse_args()
-    commit = (
-        options.commit
-        or subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-    )
-    began, references = time.perf_counter(), {}
-    fixed = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": commit,
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": " ".join(["python", *sys.argv]),
-    }
+    rows, references = Rows("end_to_end", options), {}
     for name in options.systems:
         atoms, task = build(name)
-        if len(atoms) <= options.reference_atoms and time.perf_counter() - began < options.budget:
-            calc = calculator(REFERENCE, options.checkpoint, task)
-            references[name] = evaluate(atoms, calc)
-            del calc, atoms.calc
+        if len(atoms) <= options.reference_atoms and not rows.time_is_up(f"float64 {name}"):
+            try:
+                references[name] = evaluate(atoms, calculator(REFERENCE, options.checkpoint, task))
+            except Exception as error:  # the times are worth having without it
+                print(f"float64 {name}: {brief(error)}", flush=True)
+            atoms.calc = None
     for impl in options.impls:
         for name in options.systems:
-            if time.perf_counter() - began > options.budget:
-                print(f"{impl} {name}: left out, the time is up", flush=True)
+            if rows.time_is_up(f"{impl} {name}"):
                 continue
-            row = {"bench": "end_to_end", "system": name.split(":")[0], "atoms": len(build(name)[0]), "impl": impl}
-            if impl.startswith("fastuma"):
-                row["impl"] = "fastuma"
-            row["precision"] = impl.partition(":")[2] if impl.startswith("fastuma") else None
             try:
                 found, _ = measure(impl, options.checkpoint, name, options.seconds, references.get(name))
-            except torch.OutOfMemoryError:
-                found = dict.fromkeys(("median_ms", "p20_ms", "p80_ms", "peak_gib", "first_call_s", "force_rel_err"))
-                found["out_of_memory"] = True
+            except (torch.OutOfMemoryError, MemoryError):
+                found = {"out_of_memory": True}
             except Exception as error:  # a peer that fails is a row too; the others still run
-                found = dict.fromkeys(("median_ms", "p20_ms", "p80_ms", "peak_gib", "first_call_s", "force_rel_err"))
-                found["error"] = f"{type(error).__name__}: {error}"[:300]
-            row |= found | fixed
-            with options.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            shown = {k: row[k] for k in ("median_ms", "peak_gib", "first_call_s", "force_rel_err")}
-            numbers = " ".join(f"{k}={v:.4g}" if v is not None else f"{k}=-" for k, v in shown.items())
-            print(f"{impl:24} {name:8} {numbers} {row.get('error', '')}", flush=True)
+                found = {"error": brief(error)}
+            row = {"system": name.split(":")[0], "atoms": len(build(name)[0]), **columns(impl), **found}
+            rows.write(row, ("median_ms", "peak_gib", "first_call_s", "force_rel_err"))
 
 
 if __name__ == "__main__":

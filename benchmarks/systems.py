@@ -6,14 +6,26 @@ import numpy as np
 from ase import Atoms
 from ase.build import bulk, molecule
 
-COPPER_CELLS = {32: (2, 2, 2), 108: (3, 3, 3), 256: (4, 4, 4), 500: (5, 5, 5), 1000: (5, 5, 10), 2048: (8, 8, 8)}
-COPPER_CELLS |= {8788: (13, 13, 13), 16384: (16, 16, 16), 32000: (20, 20, 20), 12000: (10, 15, 20)}
+# Cubic fcc cells along each axis, by the number of atoms.
+CELLS = {4: (1, 1, 1), 32: (2, 2, 2), 108: (3, 3, 3), 256: (4, 4, 4), 500: (5, 5, 5), 1000: (5, 5, 10)}
+CELLS |= {2048: (8, 8, 8), 8788: (13, 13, 13), 12000: (10, 15, 20), 16384: (16, 16, 16), 32000: (20, 20, 20)}
+
+# Lattice constant (A) and the elements on the sites of the cubic cell: copper, CuAu in layers, Ni3Al.
+CRYSTALS = {
+    "cu": (3.6, ["Cu", "Cu", "Cu", "Cu"]),
+    "cuau": (3.87, ["Cu", "Au", "Au", "Cu"]),
+    "ni3al": (3.57, ["Al", "Ni", "Ni", "Ni"]),
+}
 
 
 def build(name: str) -> tuple[Atoms, str]:
-    """A rattled structure and its task, from "cu:1000", "water" (192 atoms) or "c60"."""
-    if name.startswith("cu:"):
-        atoms = bulk("Cu", "fcc", a=3.6, cubic=True) * COPPER_CELLS[int(name[3:])]
+    """A rattled structure and its task, from "cu:1000", "cuau:108", "ni3al:108", "water" (192 atoms) or "c60"."""
+    crystal, _, size = name.partition(":")
+    if crystal in CRYSTALS and size.isdecimal() and int(size) in CELLS:
+        lattice_constant, elements = CRYSTALS[crystal]
+        cell = bulk("Cu", "fcc", a=lattice_constant, cubic=True)
+        cell.symbols = elements
+        atoms = cell * CELLS[int(size)]
         atoms.rattle(0.1, seed=1)
         return atoms, "omat"
     if name == "c60":
@@ -32,4 +44,4 @@ def build(name: str) -> tuple[Atoms, str]:
             atoms += one
         atoms.rattle(0.02, seed=1)
         return atoms, "omat"
-    raise ValueError(f"system: expected cu:N, water or c60, got {name!r}")
+    raise ValueError(f"system: expected water, c60 or one of {list(CRYSTALS)} with :N of {list(CELLS)}, got {name!r}")

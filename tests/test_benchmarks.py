@@ -1,0 +1,115 @@
+"""The benchmark scripts: the README is what the recorded rows say, and every script runs at tiny sizes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FAMILIES = ("fastuma", "fairchem:nitro")
+# Of outputs against float64, in norm. TF32 and half operands keep 11 bits, the others those of float32 or more; slopes
+# of the radial tables lose some to interpolation (tests/kernels/test_radial.py).
+ERROR = {"half": 1e-3, "float16": 1e-3, "tf32": 1e-3} | dict.fromkeys(("split", "single", "float32", "float64"), 1e-5)
+
+
+def run(script: str, *arguments: object, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run a script of the checkout in `root`."""
+    command = [sys.executable, str(root / "benchmarks" / f"{script}.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def measured(tmp_path: Path, script: str, *arguments: object) -> list[dict[str, Any]]:
+    """The rows that a script writes. It must succeed, and so must all that it times."""
+    done = run(script, "--out", tmp_path / "rows.jsonl", "--commit", "test", *arguments)
+    assert done.returncode == 0, done.stderr
+    rows = read_rows(tmp_path / "rows.jsonl")
+    recorded = list(read_rows(ROOT / "benchmarks" / "results" / "end_to_end.jsonl")[0])
+    for row in rows:
+        assert list(row)[: len(recorded)] == recorded
+        assert "error" not in row
+        assert row["median_ms"] > 0
+    return rows
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what the report reads and writes."""
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    for name in ("README.md", "benchmarks/report.py", "benchmarks/results/end_to_end.png"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    for path in (ROOT / "benchmarks" / "results").glob("*.jsonl"):
+        shutil.copy(path, tmp_path / "benchmarks" / "results")
+    return tmp_path
+
+
+def add_rows(checkout: Path, commit: str, times: dict[str, float]) -> None:
+    """Append rows of a later run, one for each of `times` by impl."""
+    rows = read_rows(checkout / "benchmarks" / "results" / "end_to_end.jsonl")
+    later = [
+        rows[-1] | {"commit": commit, "date": "2999-01-01", "impl": impl, "median_ms": time, "atoms": 500}
+        for impl, time in times.items()
+    ]
+    with (checkout / "benchmarks" / "results" / "later.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in later)
+
+
+def test_readme_and_plot_are_what_the_rows_say() -> None:
+    done = run("report", "--check")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_stale_readme_is_found_and_mended(checkout: Path) -> None:
+    readme = checkout / "README.md"
+    text = readme.read_text()
+    readme.write_text(text.replace("| ase-fastuma, `accurate` | ", "| ase-fastuma, `accurate` | 1"))
+    assert "stale: README.md;" in run("report", "--check", root=checkout).stderr
+    assert run("report", root=checkout).returncode == 0
+    assert readme.read_text() == text
+    assert run("report", "--check", root=checkout).returncode == 0
+
+
+def test_the_latest_whole_run_is_shown_and_no_other(checkout: Path) -> None:
+    add_rows(checkout, "aaaaaaa", {"fastuma": 1234.5})  # no peer beside it
+    assert run("report", "--check", root=checkout).returncode == 0
+    add_rows(checkout, "bbbbbbb", dict(zip(FAMILIES, (2345.6, 3456.7), strict=True)))
+    assert "stale: README.md, end_to_end.png;" in run("report", "--check", root=checkout).stderr
+    assert run("report", root=checkout).returncode == 0
+    part = (checkout / "README.md").read_text().split("<!-- benchmark table")[1]
+    lines = [line for line in part.splitlines() if line.startswith("| ")]
+    assert lines[0] == "| ms an evaluation | 500 Cu |"
+    assert [line.split(" | ")[1] for line in lines[1:]] == ["2345.6 |", "3456.7 |"]
+    assert "commit bbbbbbb of 2999-01-01" in part
+
+
+def test_a_run_with_a_case_twice_is_refused(checkout: Path) -> None:
+    for _ in range(2):
+        add_rows(checkout, "bbbbbbb", dict.fromkeys(FAMILIES, 1.0))
+    assert "expected one row a case in the run of bbbbbbb" in run("report", root=checkout).stderr
+
+
+def test_single_operations(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "ops", "--atoms", 4, "--channels", 5, "--kinds", "split", "--seconds", 0.01)
+    assert len({row["op"] for row in rows}) == 14
+    assert {row["impl"] for row in rows} == {"fastuma", "torch"}
+    assert all(row["rel_err"] < ERROR[row["precision"]] for row in rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("script", ["end_to_end", "compositions"])
+def test_on_a_gpu(standin: Path, tmp_path: Path, script: str) -> None:
+    arguments: dict[str, list[object]] = {
+        "end_to_end": ["--systems", "cu:32", "--impls", "fastuma:accurate", "fairchem:general", "--seconds", 0.1],
+        "compositions": ["--atoms", 32, "--impls", "fastuma:accurate", "--repeats", 3],
+    }
+    rows = measured(tmp_path, script, "--checkpoint", standin, *arguments[script])
+    assert len(rows) == {"end_to_end": 2, "compositions": 3}[script]
