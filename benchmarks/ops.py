@@ -9,9 +9,9 @@ float32, for a backward pass autograd's part of it alone; beside the block linea
 float16, TF32 and IEEE float32, left unjoined. Inputs are random, edges are real.
 
 Times are those between CUDA events around each call, with the L2 cache flushed before (triton.testing.do_bench): device
-time for all but the shortest operations and the neighbour list, where the GPU waits for the host. `peak_gib` is what
-the call itself allocates, `first_call_s` its first call, and `rel_err` the largest relative error among its outputs, in
-norm, against the formula in float64.
+time for all but `neighbour_list`, where the GPU waits for the host. Operations shorter than a launch are replayed from
+a CUDA graph, as the engine does. `peak_gib` is what the call itself allocates, `first_call_s` its first call, and
+`rel_err` the largest relative error among its outputs, in norm, against the formula in float64.
 
 Without a GPU, TRITON_INTERPRET=1 runs everything interpreted on the CPU: a test of this script, no measurement.
 """
@@ -40,8 +40,9 @@ from ase_fastuma.kernels.edge import (
 )
 from ase_fastuma.kernels.forces import forces_and_virial
 from ase_fastuma.kernels.gate import gate_backward, gate_forward
-from ase_fastuma.kernels.layout import M_BLOCKS, NUM_COEFFICIENTS, NUM_GATES, NUM_RADIAL
+from ase_fastuma.kernels.layout import LMAX, M_BLOCKS, NUM_COEFFICIENTS, NUM_GATES, NUM_RADIAL
 from ase_fastuma.kernels.linear import block_matmul, block_weights
+from ase_fastuma.kernels.norm import add_rms_norm
 from ase_fastuma.kernels.operand import Operand, to_operand
 from ase_fastuma.kernels.radial import Radial, network_with_slope, tabulate
 from rows import Rows, add_arguments, brief, quantiles
@@ -64,12 +65,20 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True)
 class Op:
-    """An operation: the float64 formula, the ways to time, and the multiplications and additions of a product."""
+    """An operation on the GPU.
+
+    Attributes:
+        exact: the formula in float64.
+        ways: what is timed.
+        flop: multiplications and additions, for products.
+        short: shorter than its launch, and timed as a CUDA graph.
+    """
 
     name: str
     exact: Call
     ways: list[Way]
     flop: float | None = None
+    short: bool = False
 
 
 class Problem:
@@ -343,6 +352,23 @@ def neighbour_list(p: Problem) -> Iterator[Op]:
     )
 
 
+def search_within(p: Problem) -> Iterator[Op]:
+    """The neighbour list that recorded evaluations hold: on the device alone."""
+
+    def fused() -> Call:
+        found = neighbours.search_numbers(p.cell.numpy(), (True,) * 3, CUTOFF, p.num_atoms)
+        numbers = torch.tensor(found, dtype=torch.float64, device=p.device)
+        room = neighbours.EdgeRoom.of(p.num_edges + p.num_edges // 25, CUTOFF, p.device)
+
+        def call() -> tuple[Tensor, ...]:
+            neighbours.search_within(p.positions, numbers, room)
+            return (room.vectors[: p.num_edges],)
+
+        return call
+
+    yield Op("search_within", lambda: (p.exact_vectors,), [Way("fastuma", "float64", fused)], short=True)
+
+
 def forces(p: Problem) -> Iterator[Op]:
     gradient = p.random(p.num_edges, 3)
 
@@ -358,10 +384,46 @@ def forces(p: Problem) -> Iterator[Op]:
             Way("fastuma", "float64", lambda: lambda: forces_and_virial(gradient, p.exact_vectors, p.edges)),
             Way("torch", "float64", lambda: formula),
         ],
+        short=True,
     )
 
 
-OPS = (gather_rotate_scale, rotate_back_sum, gate, first_linear, second_linear, radial, neighbour_list, forces)
+def norm(p: Problem) -> Iterator[Op]:
+    """The residual sum and its norm."""
+    x, y, grad = (p.random(p.num_atoms, NUM_COEFFICIENTS, p.channels) for _ in range(3))
+    weight, bias = 1 + p.random(LMAX + 1, p.channels, scale=0.1), p.random(p.channels)
+
+    def fused(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, y, weight, bias)
+
+    def formula(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x + y, reference.rms_norm(x + y, weight.to(x), bias.to(x))
+
+    def whole(function: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], *inputs: Tensor) -> Call:
+        return backward(lambda *both: torch.cat(function(*both)), inputs, torch.cat([grad, grad]).to(inputs[0]))
+
+    yield Op(
+        "norm",
+        lambda: formula(*double(x, y)),
+        [
+            Way("fastuma", "float32", lambda: lambda: fused(x, y)),
+            Way("torch", "float32", lambda: lambda: formula(x, y)),
+        ],
+        short=True,
+    )
+    yield Op(
+        "norm_backward",
+        lambda: whole(formula, *double(x, y))(),
+        [
+            Way("fastuma", "float32", lambda: whole(fused, x, y)),
+            Way("torch", "float32", lambda: whole(formula, x, y)),
+        ],
+        short=True,
+    )
+
+
+OPS = (gather_rotate_scale, rotate_back_sum, gate, first_linear, second_linear, radial)
+OPS += (neighbour_list, search_within, forces, norm)
 
 
 def dense(outputs: tuple[Tensor | Operand, ...]) -> list[Tensor]:
@@ -377,10 +439,23 @@ def relative_error(got: list[Tensor], want: list[Tensor]) -> float:
     return max(((g.double().view_as(w) - w).norm() / w.norm()).item() for g, w in pairs)
 
 
-def measure(way: Way, want: list[Tensor], device: torch.device, seconds: float) -> dict[str, float | None]:
+def recorded(prepare: Callable[[], Call]) -> Callable[[], None]:
+    """A call as a CUDA graph. `prepare` may run a forward pass: autograd goes back on the stream of that."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call = prepare()
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph, stream=stream):
+        call()
+    return graph.replay
+
+
+def measure(way: Way, want: list[Tensor], p: Problem, short: bool, seconds: float) -> dict[str, float | None]:
     """The measured columns of one row."""
     call = way.prepare()
-    on_gpu = device.type == "cuda"
+    on_gpu = p.device.type == "cuda"
     before = 0
     if on_gpu:
         torch.cuda.synchronize()
@@ -395,6 +470,7 @@ def measure(way: Way, want: list[Tensor], device: torch.device, seconds: float) 
     error = relative_error(dense(outputs), want)
     del outputs
     if on_gpu:
+        call = recorded(way.prepare) if short else call
         times = triton.testing.do_bench(call, warmup=20, rep=1e3 * seconds, return_mode="all")
     else:
         times = [1e3 * first_call]
@@ -409,7 +485,7 @@ def run(op: Op, p: Problem, rows: Rows, seconds: float) -> None:
             continue
         try:
             want = dense(op.exact()) if want is None else want
-            found = measure(way, want, p.device, seconds)
+            found = measure(way, want, p, op.short, seconds)
             if op.flop is not None:
                 found["tflop_per_s"] = op.flop / found["median_ms"] * 1e-9
         except torch.OutOfMemoryError:

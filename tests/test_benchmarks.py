@@ -99,17 +99,29 @@ def test_a_run_with_a_case_twice_is_refused(checkout: Path) -> None:
 
 def test_single_operations(tmp_path: Path) -> None:
     rows = measured(tmp_path, "ops", "--atoms", 4, "--channels", 5, "--kinds", "split", "--seconds", 0.01)
-    assert len({row["op"] for row in rows}) == 14
+    assert len({row["op"] for row in rows}) == 17
     assert {row["impl"] for row in rows} == {"fastuma", "torch"}
     assert all(row["rel_err"] < ERROR[row["precision"]] for row in rows)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("script", ["end_to_end", "compositions"])
-def test_on_a_gpu(standin: Path, tmp_path: Path, script: str) -> None:
-    arguments: dict[str, list[object]] = {
-        "end_to_end": ["--systems", "cu:32", "--impls", "fastuma:accurate", "fairchem:general", "--seconds", 0.1],
-        "compositions": ["--atoms", 32, "--impls", "fastuma:accurate", "--repeats", 3],
-    }
-    rows = measured(tmp_path, script, "--checkpoint", standin, *arguments[script])
-    assert len(rows) == {"end_to_end": 2, "compositions": 3}[script]
+def test_end_to_end_on_a_gpu(standin: Path, tmp_path: Path) -> None:
+    arguments = ["--systems", "cu:32", "--impls", "fastuma:accurate", "fairchem:general", "--seconds", 0.1]
+    rows = measured(tmp_path, "end_to_end", "--checkpoint", standin, *arguments)
+    assert [row["impl"] for row in rows] == ["fastuma", "fairchem:general"]
+    assert all(row["force_rel_err"] < 1e-4 for row in rows)
+
+
+@pytest.mark.gpu
+def test_alternating_compositions_on_a_gpu(standin: Path, tmp_path: Path) -> None:
+    arguments = ["--atoms", 32, "--impls", "fastuma:accurate", "--repeats", 3]
+    rows = measured(tmp_path, "compositions", "--checkpoint", standin, *arguments)
+    assert [row["system"] for row in rows] == ["cu", "cuau", "ni3al"]
+    assert all(row["ratio"] == row["median_ms"] / row["alone_ms"] for row in rows)
+
+
+@pytest.mark.gpu
+def test_molecular_dynamics_on_a_gpu(standin: Path, tmp_path: Path) -> None:
+    (row,) = measured(tmp_path, "md", "--checkpoint", standin, "--system", "cu:32", "--steps", 100)
+    assert 0 < row["gpu_fraction"] < 1
+    assert row["fluctuation"] < 0.1  # meV/atom; the temperature of the start is worth 39
