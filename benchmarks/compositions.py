@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,11 +40,11 @@ class Moving:
         return 1e3 * (time.perf_counter() - start)
 
 
-def measure(impl: str, checkpoint: str, atoms: int, repeats: int) -> list[dict]:
+def measure(impl: str, checkpoint: str, atoms: int, repeats: int) -> list[dict[str, Any]]:
     """One row for each composition."""
     torch.cuda.reset_peak_memory_stats()
     names = [f"{composition}:{atoms}" for composition in COMPOSITIONS]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in names:
         start = time.perf_counter()
         structure = Moving(name)

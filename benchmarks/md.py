@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,7 +57,7 @@ def busy_ms(dynamics: VelocityVerlet) -> float | None:
     return covered((e.time_range.start, e.time_range.end) for e in events) / PROFILED / 1e3
 
 
-def measure(impl: str, options: argparse.Namespace) -> dict[str, float | None]:
+def measure(impl: str, options: argparse.Namespace) -> dict[str, Any]:
     """The measured columns of one row."""
     atoms, task = build(options.system)
     torch.cuda.reset_peak_memory_stats()

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -452,7 +452,7 @@ def recorded(prepare: Callable[[], Call]) -> Callable[[], None]:
     return graph.replay
 
 
-def measure(way: Way, want: list[Tensor], p: Problem, short: bool, seconds: float) -> dict[str, float | None]:
+def measure(way: Way, want: list[Tensor], p: Problem, short: bool, seconds: float) -> dict[str, Any]:
     """The measured columns of one row."""
     call = way.prepare()
     on_gpu = p.device.type == "cuda"
