@@ -6,9 +6,11 @@ Shapes: N atoms, E edges (sorted by target), C channels; layouts are those of :m
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ._couplings import Contraction, coupling
 from .layout import (
     COMPACT_SIZE,
     DEGREE_SLICES,
@@ -262,6 +264,33 @@ def envelope_slope(distances: Tensor, cutoff: float) -> Tensor:
     return torch.where(u < 1, -105 / cutoff * u**4 * (1 - u) ** 2, torch.zeros_like(u))
 
 
+def atomwise(
+    x: Tensor,
+    gates: Tensor,
+    gates_bias: Tensor,
+    first: tuple[Tensor, ...],
+    first_bias: Tensor,
+    second: tuple[Tensor, ...],
+    second_bias: Tensor,
+) -> Tensor:
+    """Spectral atom-wise MLP: a linear for each degree, a gate from the scalars, a linear for each degree.
+
+    Args:
+        x: [N, 9, C], l-major.
+        gates: [C, 2H], columns of l = 1, then of l = 2; gates_bias: [2H].
+        first: [C, H] of each degree; first_bias: [H], on l = 0. second: [H, C] of each degree; second_bias: [C], on l = 0.
+
+    Returns:
+        [N, 9, C].
+    """
+    silu = torch.nn.functional.silu
+    gate = silu(x[:, 0] @ gates + gates_bias).sigmoid().unflatten(1, (NUM_GATES, 1, -1))
+    scalars, *tensors = (x[:, rows] @ w for rows, w in zip(DEGREE_SLICES, first, strict=True))
+    hidden = [silu(scalars + first_bias), *(t * gate[:, i] for i, t in enumerate(tensors))]
+    out = [h @ w for h, w in zip(hidden, second, strict=True)]
+    return torch.cat([out[0] + second_bias, *out[1:]], dim=1)
+
+
 def rms_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
     """Equivariant RMS norm over all coefficients, with l = 0 centred and the degrees weighted equally.
 
@@ -275,3 +304,41 @@ def rms_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
     rows = torch.cat([w.expand(2 * degree + 1, -1) for degree, w in enumerate(weight.unsqueeze(1))])
     out = centred * (scale * rows)
     return torch.cat([out[:, :1] + bias, out[:, 1:]], dim=1)
+
+
+def symmetric_contraction(x: Tensor, species: Tensor, weights: Tensor, contraction: Contraction, layout: str) -> Tensor:
+    """Weighted equivariant polynomials of a node's features: the sum over terms of weight times x_0^p times a tree.
+
+    Args:
+        x: [N, C, D] in layout mul_ir, [N, D, C] in ir_mul.
+        species: [N].
+        weights: [E, K, C], in the order of the contraction's terms.
+        contraction: degrees and polynomials.
+        layout: mul_ir or ir_mul.
+
+    Returns:
+        mul_ir: [N, C * sum of (2 L + 1)], for each degree (channel, m); ir_mul: [N, sum of (2 L + 1), C].
+    """
+    x = x.transpose(1, 2) if layout == "mul_ir" else x
+    parts = [x[:, d * d : (d + 1) ** 2] for d in range(contraction.lmax + 1)]
+    pairs: dict[tuple[int, ...], Tensor] = {}
+
+    def coupled(a: Tensor, b: Tensor, coefficients: np.ndarray) -> Tensor:
+        return torch.einsum("kij,nic,njc->nkc", torch.from_numpy(coefficients).to(x), a, b)
+
+    def tree_value(degree: int, tree: tuple[int, ...]) -> Tensor:
+        if len(tree) == 1:
+            return parts[degree]
+        l1, l2, middle = (*tree, degree)[:3]
+        if (l1, l2, middle) not in pairs:
+            pairs[l1, l2, middle] = coupled(parts[l1], parts[l2], coupling(l1, l2, middle, l1 == l2))
+        pair = pairs[l1, l2, middle]
+        return pair if len(tree) == 2 else coupled(pair, parts[tree[3]], coupling(middle, tree[3], degree))
+
+    values = {degree: x.new_zeros(x.shape[0], 2 * degree + 1, x.shape[2]) for degree in contraction.degrees}
+    for weight, term in zip(weights[species.long()].unbind(1), contraction.terms, strict=True):
+        factor = weight[:, None] * parts[0] ** term.scalars
+        values[term.degree] = values[term.degree] + factor * tree_value(term.degree, term.tree)
+    if layout == "mul_ir":
+        return torch.cat([v.transpose(1, 2).flatten(1) for v in values.values()], dim=1)
+    return torch.cat(list(values.values()), dim=1)

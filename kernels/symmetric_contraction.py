@@ -1,0 +1,648 @@
+"""Symmetric contraction of MACE: weighted equivariant polynomials of a node's features, channel by channel.
+
+Formula (:func:`.reference.symmetric_contraction`), for node n of species z, channel c and the polynomials t of
+:mod:`._couplings`::
+
+    out[n, c, L m] = sum over t of degree L: w[z, t, c] * x_0^p (((x_l1 x_l2)_M x_l3)_L)_m        p = 0, 1, 2
+
+The weights are folded in as early as a tree allows: with A_M = (x_l1 x_l2)_M made once for all, cubic trees that end in
+one coupling share it, out_L += (Q x_l3)_L with Q = sum over t of w_t A_M; quadratic trees join Q as u x_M, where
+u = w + w' x_0; and trees in x_0 and x_L alone are one number times x_L. That is :class:`_Polynomials`. All the rest is
+differentiated from it as straight-line programs (:mod:`._straightline`) and written out as kernels:
+
+    out(x, w)                                   one lane a (node, channel), all in registers
+    grad x (x, w, g)                            the same
+    double: gradients of <h, grad x> with respect to x and g, of (x, w, g, h)        the same
+    grad w (x, g), and the gradient of <h, grad x> with respect to w                 in chunks of one species
+
+A lane reads its own weights by species, so nothing is sorted except for gradients of weights, and nothing waits for the
+host. Kernels are generated once for a set of irreps and a layout, and compiled by Triton once for a width and a type.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from numpy.linalg import norm
+from torch import Tensor
+
+from . import reference
+from ._check import check_shape
+from ._couplings import Contraction, Term, contraction, coupling
+from ._launch import runs_kernels
+from ._straightline import Program
+
+LAYOUTS = ("mul_ir", "ir_mul")
+LANES = 128
+"""Lanes of a program without sums over nodes: four warps of one (node, channel) each."""
+CHANNELS = 32
+"""Channels of a program. Programs of one block of channels run together, so that the weights of that block, 128 bytes
+for a species and polynomial, stay in the first-level cache: 63 kB for 10 species and 49 polynomials."""
+
+
+# --- The polynomials as a straight-line program ---
+
+
+class _Polynomials:
+    """Writes out(x, w) of one node and channel into a program."""
+
+    def __init__(self, program: Program, spec: Contraction, x: Sequence[int], w: Sequence[int]) -> None:
+        self._program, self._spec, self._x0 = program, spec, x[0]
+        self._x = [x[d * d : (d + 1) ** 2] for d in range(spec.lmax + 1)]
+        self._weight = dict(zip(spec.terms, w, strict=True))
+        self._pairs: dict[tuple[int, int, int], list[int | None]] = {}
+
+    def outputs(self) -> list[int | None]:
+        """out, all degrees."""
+        return [value for degree in self._spec.degrees for value in self._of_degree(degree)]
+
+    def _pair(self, l1: int, l2: int, degree: int) -> list[int | None]:
+        """A = (x_l1 x_l2)_L, made once."""
+        if (l1, l2, degree) not in self._pairs:
+            summands = self._program.couple(coupling(l1, l2, degree, l1 == l2), self._x[l1], self._x[l2])
+            self._pairs[l1, l2, degree] = [self._program.sum(s) for s in summands]
+        return self._pairs[l1, l2, degree]
+
+    def _in_scalar(self, degree: int, tree: tuple[int, ...]) -> int | None:
+        """w + x_0 (w' + x_0 w'') of a tree with up to two further factors x_0."""
+        value: int | None = None
+        for n in (2, 1, 0):
+            if (term := Term(degree, tree, n)) in self._weight:
+                value = self._program.sum([(1.0, self._weight[term]), (1.0, self._x0, value)])
+        return value
+
+    def _of_degree(self, degree: int) -> list[int | None]:
+        program, weight = self._program, self._weight
+        trees = list(dict.fromkeys(term.tree for term in self._spec.terms_of(degree)))
+        channels: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+        for tree in trees:
+            if len(tree) == 4:
+                channels.setdefault((tree[2], tree[3]), []).append(tree)
+        out: list[list[tuple]] = [[] for _ in range(2 * degree + 1)]
+
+        # Trees that end in x_L: one number times x_L.
+        if degree <= self._spec.lmax:
+            inner = [(1.0, weight[Term(degree, t)], self._pair(*t[:3])[0]) for t in channels.pop((0, degree), [])]
+            factor = program.sum([*inner, (1.0, self._in_scalar(degree, (degree,)))])
+            for summands, x in zip(out, self._x[degree], strict=True):
+                summands.append((1.0, factor, x))
+
+        # Quadratic trees: u x_M into the Q of a coupling that is made anyhow, else u A.
+        folded: dict[tuple[int, int], int | None] = {}
+        for tree in (t for t in trees if len(t) == 2):
+            factor = self._in_scalar(degree, tree)
+            channel = next((c for c in (tree, tree[::-1]) if c in channels), None)
+            if channel is None:
+                for summands, a in zip(out, self._pair(*tree, degree), strict=True):
+                    summands.append((1.0, factor, a))
+            else:
+                # The weight belongs to the tree's coefficients, whose scale is another where both factors are one x_l.
+                scale = norm(coupling(*tree, degree, tree[0] == tree[1])) / norm(coupling(*tree, degree))
+                folded[channel] = program.sum([(float(scale), factor)])
+
+        # The other cubic trees: (Q x_l3)_L with Q = sum of w A.
+        for (middle, last), members in channels.items():
+            q = []
+            for m, x in enumerate(self._x[middle]):
+                summands = [(1.0, weight[Term(degree, t)], self._pair(*t[:3])[m]) for t in members]
+                q.append(program.sum([*summands, (1.0, folded.get((middle, last)), x)]))
+            for summands, more in zip(
+                out, program.couple(coupling(middle, last, degree), q, self._x[last]), strict=True
+            ):
+                summands += more
+        return [program.sum(summands) for summands in out]
+
+
+# --- Kernels: parts that stand here, and the text around the program ---
+
+
+@triton.jit
+def _load_four(at, mask, LANES: tl.constexpr):
+    """Four consecutive numbers a lane, as one wide load."""
+    tile = tl.load(at[:, None] + tl.arange(0, 4)[None, :], mask=mask[:, None], other=0.0)  # [LANES, 4]
+    even, odd = tl.split(tl.reshape(tile, [LANES, 2, 2]))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
+def _store_four(at, mask, a, b, c, d, LANES: tl.constexpr):
+    """Four consecutive numbers a lane, as one wide store."""
+    tile = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [LANES, 4])
+    tl.store(at[:, None] + tl.arange(0, 4)[None, :], tile, mask=mask[:, None])
+
+
+@triton.jit
+def _sum_chunks_kernel(partial, chunk_start, out, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Gradient of the weights of one species: the sum of its chunks' rows, in a fixed order."""
+    i_species = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_columns = columns < WIDTH
+    first = tl.load(chunk_start + i_species).to(tl.int32)
+    last = tl.load(chunk_start + i_species + 1).to(tl.int32)
+    total = tl.zeros([BLOCK], dtype=out.dtype.element_ty)
+    for i in range(first, last, ROWS):
+        rows = i + tl.arange(0, ROWS)
+        at = partial + rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+        total += tl.sum(tl.load(at, mask=(rows < last)[:, None] & m_columns[None, :], other=0.0), axis=0)
+    tl.store(out + i_species.to(tl.int64) * WIDTH + columns, total, mask=m_columns)
+
+
+class _Rows(NamedTuple):
+    """An array with one row of coefficients a node and channel, as blocks of irreps.
+
+    A block of b coefficients is stored (channel, b) in layout mul_ir and (b, channel) in ir_mul.
+    """
+
+    name: str
+    blocks: tuple[int, ...]
+
+
+def _addresses(rows: _Rows, layout: str) -> list[tuple[int, str]]:
+    """For each block its size and the address of its first coefficient, as text."""
+    found, first = [], 0
+    for size in rows.blocks:
+        inner = f"channel * {size}" if layout == "mul_ir" else "channel"
+        found.append((size, f"{rows.name} + node * ({sum(rows.blocks)} * C) + {first} * C + {inner}"))
+        first += size
+    return found
+
+
+def _load_rows(rows: _Rows, layout: str) -> list[str]:
+    """Statements that load name0, name1, ..."""
+    lines, n = [], 0
+    for size, address in _addresses(rows, layout):
+        names = [f"{rows.name}{i}" for i in range(n, n + size)]
+        lines.append(f"at = {address}")
+        if layout == "mul_ir" and size % 4 == 0:
+            for i in range(0, size, 4):
+                lines.append(f"{', '.join(names[i : i + 4])} = _load_four(at + {i}, mask, LANES)")
+        else:
+            step = "" if layout == "mul_ir" else " * C"
+            lines += [f"{name} = tl.load(at + {i}{step}, mask=mask, other=0.0)" for i, name in enumerate(names)]
+        n += size
+    return lines
+
+
+def _store_rows(rows: _Rows, values: list[str], layout: str) -> list[str]:
+    """Statements that store values in the order of their coefficients."""
+    lines, n = [], 0
+    for size, address in _addresses(rows, layout):
+        block = values[n : n + size]
+        lines.append(f"at = {address}")
+        if layout == "mul_ir" and size % 4 == 0:
+            for i in range(0, size, 4):
+                lines.append(f"_store_four(at + {i}, mask, {', '.join(block[i : i + 4])}, LANES)")
+        else:
+            step = "" if layout == "mul_ir" else " * C"
+            lines += [f"tl.store(at + {i}{step}, {value}, mask=mask)" for i, value in enumerate(block)]
+        n += size
+    return lines
+
+
+def _constants(constants: dict[str, float], values: list[str]) -> list[str]:
+    """Statements that make constants in the type of the data: a bare number would be rounded to float32."""
+    lines = [f"{name} = tl.full([LANES], {value!r}, T)" for name, value in constants.items()]
+    return lines + (["zero = tl.zeros([LANES], T)"] if "zero" in values else [])
+
+
+def _compiled(name: str, arguments: list[str], lines: list[str]) -> Any:
+    """A Triton kernel from its statements; sizes and the alignment of nothing but arrays lead to new compilations."""
+    sizes = [a for a in arguments if a in ("num_nodes", "num_species", "missing")]
+    text = f"@triton.jit(do_not_specialize={sizes!r})\ndef {name}({', '.join(arguments)}):\n"
+    text += "".join(f"    {line}\n" for line in lines)
+    file = f"<ase_fastuma generated {name}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # Triton reads sources by file
+    scope = {"triton": triton, "tl": tl, "_load_four": _load_four, "_store_four": _store_four, "__name__": __name__}
+    exec(compile(text, file, "exec"), scope)
+    return scope[name]
+
+
+class _Kernels:
+    """The kernels of one contraction in one layout, each generated when it is first used."""
+
+    def __init__(self, spec: Contraction, layout: str) -> None:
+        self.spec, self.layout = spec, layout
+        self._name = f"l{spec.lmax}_{''.join(map(str, spec.degrees))}_nu{spec.correlation}_{layout}"
+        program = self._program = Program()
+        self._x = program.inputs("x", spec.size_in)
+        self._w = program.inputs("w", len(spec.terms))
+        self._g = program.inputs("g", spec.size_out)
+        self._h = program.inputs("h", spec.size_in)
+        self._out = _Polynomials(program, spec, self._x, self._w).outputs()
+
+    def shape_in(self, nodes: int, channels: int) -> tuple[int, ...]:
+        """Shape of x and of its gradients."""
+        return (nodes, channels, self.spec.size_in) if self.layout == "mul_ir" else (nodes, self.spec.size_in, channels)
+
+    def shape_out(self, nodes: int, channels: int) -> tuple[int, ...]:
+        """Shape of the output and of its gradients."""
+        size = self.spec.size_out
+        return (nodes, channels * size) if self.layout == "mul_ir" else (nodes, size, channels)
+
+    def _rows(self, name: str) -> _Rows:
+        like_x = name in ("x", "h", "grad_x")
+        return _Rows(name, (self.spec.size_in,) if like_x else tuple(2 * d + 1 for d in self.spec.degrees))
+
+    def _gradient(self, wanted: Sequence[int]) -> list[int | None]:
+        """Gradients of <g, out>."""
+        seeds = {v: [(1.0, g)] for v, g in zip(self._out, self._g, strict=True) if v is not None}
+        return self._program.gradient(seeds, wanted)
+
+    def _gradient_of_gradient(self, wanted: Sequence[int]) -> list[int | None]:
+        """Gradients of <h, grad x>."""
+        seeds: dict[int, list[tuple]] = {}
+        for v, h in zip(self._gradient(self._x), self._h, strict=True):
+            if v is not None:
+                seeds.setdefault(v, []).append((1.0, h))
+        return self._program.gradient(seeds, wanted)
+
+    def operations(self) -> dict[str, int]:
+        """Multiply-add-type instructions a node and channel."""
+        return {
+            "forward": self._program.operations(self._out),
+            "backward x": self._program.operations(self._gradient(self._x)),
+            "double": self._program.operations(self._gradient_of_gradient(self._x + self._g)),
+        }
+
+    def _of_nodes(self, name: str, writes: dict[str, list[int | None]], reads: list[str]) -> Any:
+        """A kernel from rows and weights to rows, one lane a node and channel."""
+        outputs = [v for values in writes.values() for v in values]
+        used = self._program.used(outputs)
+        constants, body = self._program.code(outputs)
+        values = self._program.names(outputs)
+        lines = [
+            "T: tl.constexpr = x.dtype.element_ty",
+            "lane = tl.arange(0, LANES)",
+            "node = tl.program_id(0).to(tl.int64) * (LANES // BLOCK_C) + lane // BLOCK_C",
+            "channel = tl.program_id(1) * BLOCK_C + lane % BLOCK_C",
+            "mask = (node < num_nodes) & (channel < C)",
+            "z = tl.load(species + node, mask=node < num_nodes, other=0).to(tl.int64)",
+            f"w_at = w + z * ({len(self._w)} * C) + channel",
+            "w_mask = mask & (z >= 0) & (z < num_species)",
+            *_constants(constants, values),
+        ]
+        lines += [line for read in reads for line in _load_rows(self._rows(read), self.layout)]
+        lines += [
+            f"w{k} = tl.load(w_at + {k} * C, mask=w_mask, other=missing)"
+            for k in range(len(self._w))
+            if f"w{k}" in used
+        ]
+        lines += body
+        for write in writes:
+            rows = self._rows(write)
+            lines += _store_rows(rows, values[: sum(rows.blocks)], self.layout)
+            del values[: sum(rows.blocks)]
+        sizes = [
+            "num_nodes",
+            "num_species",
+            "missing",
+            "C: tl.constexpr",
+            "LANES: tl.constexpr",
+            "BLOCK_C: tl.constexpr",
+        ]
+        return _compiled(f"{name}_{self._name}", [*reads, "species", "w", *writes, *sizes], lines)
+
+    def _of_weights(self, name: str, gradients: list[int | None], reads: list[str]) -> Any:
+        """A kernel from rows to the gradients of the weights, summed over a chunk of nodes of one species."""
+        constants, body = self._program.code(gradients)
+        values = self._program.names(gradients)
+        loop = [line for read in reads for line in _load_rows(self._rows(read), self.layout)] + body
+        lines = [
+            "T: tl.constexpr = x.dtype.element_ty",
+            "LANES: tl.constexpr = BLOCK_C",
+            "i_chunk = tl.program_id(0)",
+            "channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)",
+            "mask = channel < C",
+            "first = tl.load(chunk_first + i_chunk).to(tl.int32)",
+            "last = tl.load(chunk_last + i_chunk).to(tl.int32)",
+            *_constants(constants, values),
+            *(f"sum{k} = tl.zeros([LANES], T)" for k in range(len(values))),
+            "for i in range(first, last):",
+            "    node = tl.load(order + i).to(tl.int64)",
+            *(f"    {line}" for line in loop),
+            *(f"    sum{k} += {value}" for k, value in enumerate(values)),
+            f"at = partial + i_chunk.to(tl.int64) * ({len(values)} * C) + channel",
+            *(f"tl.store(at + {k} * C, sum{k}, mask=mask)" for k in range(len(values))),
+        ]
+        arrays = [*reads, "order", "chunk_first", "chunk_last", "partial"]
+        return _compiled(f"{name}_{self._name}", [*arrays, "C: tl.constexpr", "BLOCK_C: tl.constexpr"], lines)
+
+    @functools.cached_property
+    def forward(self) -> Any:
+        """out(x, w)."""
+        return self._of_nodes("contraction", {"out": self._out}, ["x"])
+
+    @functools.cached_property
+    def grad_x(self) -> Any:
+        """The gradient of <g, out> with respect to x."""
+        return self._of_nodes("contraction_grad_x", {"grad_x": self._gradient(self._x)}, ["x", "g"])
+
+    @functools.cached_property
+    def double(self) -> Any:
+        """The gradients of <h, grad x> with respect to x and g."""
+        found = self._gradient_of_gradient(self._x + self._g)
+        writes = {"grad_x": found[: len(self._x)], "grad_g": found[len(self._x) :]}
+        return self._of_nodes("contraction_double", writes, ["x", "g", "h"])
+
+    @functools.cached_property
+    def grad_w(self) -> Any:
+        """The gradient of <g, out> with respect to w."""
+        return self._of_weights("contraction_grad_w", self._gradient(self._w), ["x", "g"])
+
+    @functools.cached_property
+    def double_w(self) -> Any:
+        """The gradient of <h, grad x> with respect to w."""
+        return self._of_weights("contraction_double_w", self._gradient_of_gradient(self._w), ["x", "g", "h"])
+
+
+@functools.cache
+def _kernels(spec: Contraction, layout: str) -> _Kernels:
+    return _Kernels(spec, layout)
+
+
+# --- Launchers ---
+
+
+def _launch_nodes(kernel: Any, rows: Sequence[Tensor], species: Tensor, w: Tensor, out: Sequence[Tensor]) -> None:
+    """Launch a kernel from rows and weights to rows."""
+    nodes, channels = species.shape[0], w.shape[2]
+    if nodes == 0 or channels == 0:
+        return
+    block = min(CHANNELS, triton.next_power_of_2(channels))
+    grid = (triton.cdiv(nodes, LANES // block), triton.cdiv(channels, block))
+    missing = float("nan")  # weights of a species that there is none of: the result shows it
+    sizes = {"C": channels, "LANES": LANES, "BLOCK_C": block}
+    kernel[grid](
+        *rows, species, w, *out, nodes, w.shape[0], missing, **sizes, num_warps=LANES // 32, enable_fp_fusion=True
+    )
+
+
+class _Chunks(NamedTuple):
+    """Nodes in chunks of one species: node order[i] for first[j] <= i < last[j] is in chunk j.
+
+    The chunks of species z are start[z] ... start[z + 1] - 1; those from start[-1] on are empty.
+    """
+
+    order: Tensor
+    first: Tensor
+    last: Tensor
+    start: Tensor
+
+
+def _chunks(species: Tensor, num_species: int) -> _Chunks:
+    """Cut the nodes into chunks, on the device alone: their number is the most that there can be."""
+    nodes, device = species.shape[0], species.device
+    # A chunk is one warp for each block of channels: some 500 of them fill the card; each costs a row of partial sums.
+    size = min(64, max(8, triton.next_power_of_2(nodes // 512)))
+    ordered, order = torch.sort(species, stable=True)
+    bounds = torch.searchsorted(ordered, torch.arange(num_species + 1, device=device, dtype=species.dtype))
+    start = torch.nn.functional.pad(((bounds.diff() + (size - 1)) // size).cumsum(0), (1, 0))
+    index = torch.arange(triton.cdiv(nodes, size) + num_species, device=device)
+    z = torch.searchsorted(start[1:], index, right=True).clamp_(max=num_species - 1)
+    first = bounds[z] + (index - start[z]) * size
+    return _Chunks(order, first, torch.minimum(first + size, bounds[z + 1]), start)
+
+
+def _launch_weights(kernels: _Kernels, name: str, rows: Sequence[Tensor], species: Tensor, num_species: int) -> Tensor:
+    """Launch the kernel of this name to gradients of weights [E, K, C], and the sum of its chunks."""
+    terms, channels = len(kernels.spec.terms), rows[0].shape[1 if kernels.layout == "mul_ir" else 2]
+    out = rows[0].new_empty(num_species, terms, channels)
+    if species.shape[0] == 0 or out.numel() == 0:
+        return out.zero_()
+    chunks = _chunks(species, num_species)
+    partial = out.new_empty(chunks.first.shape[0], terms, channels)
+    block = min(CHANNELS, triton.next_power_of_2(channels))
+    grid = (partial.shape[0], triton.cdiv(channels, block))
+    sizes = {"C": channels, "BLOCK_C": block}
+    arrays = (*rows, chunks.order, chunks.first, chunks.last, partial)
+    getattr(kernels, name)[grid](*arrays, **sizes, num_warps=1, enable_fp_fusion=True)
+    width = terms * channels
+    _sum_chunks_kernel[(num_species, triton.cdiv(width, 256))](
+        partial, chunks.start, out, WIDTH=width, ROWS=8, BLOCK=256, num_warps=4
+    )
+    return out
+
+
+# --- Autograd: five functions, each the derivative of another ---
+
+
+def _batch(function: Any, info: Any, in_dims: tuple, args: tuple, of_nodes: bool) -> tuple:
+    """Rules of torch.vmap: batches of nodes are more nodes; batches of weights or of their gradients run in turn.
+
+    Hessians come this way: many upstream gradients for one x. Weights, where a function takes them, are argument 2.
+    """
+    if of_nodes and in_dims[2] is None:
+        flat = []
+        for i, (arg, dim) in enumerate(zip(args, in_dims, strict=True)):
+            if isinstance(arg, Tensor) and i != 2:
+                arg = arg.expand(info.batch_size, *arg.shape) if dim is None else arg.movedim(dim, 0)
+                arg = arg.flatten(0, 1)
+            flat.append(arg)
+        found = function.apply(*flat)
+        outputs = found if isinstance(found, tuple) else (found,)
+        outputs = tuple(o.unflatten(0, (info.batch_size, -1)) for o in outputs)
+    else:
+        runs = []
+        for i in range(info.batch_size):
+            chosen = (a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True))
+            found = function.apply(*chosen)
+            runs.append(found if isinstance(found, tuple) else (found,))
+        outputs = tuple(torch.stack(o) for o in zip(*runs, strict=True))
+    return (outputs, (0,) * len(outputs)) if isinstance(found, tuple) else (outputs[0], 0)
+
+
+class _Contract(torch.autograd.Function):
+    """out(x, w)."""
+
+    @staticmethod
+    def forward(x, species, w, kernels):
+        out = x.new_empty(kernels.shape_out(x.shape[0], w.shape[2]))
+        _launch_nodes(kernels.forward, [x.contiguous()], species, w, [out])
+        return out
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, species, w, ctx.kernels = inputs
+        ctx.save_for_backward(x, species, w)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, species, w = ctx.saved_tensors
+        grad_x = _GradX.apply(x, species, w, g, ctx.kernels) if ctx.needs_input_grad[0] else None
+        grad_w = _GradW.apply(x, species, g, ctx.kernels, w.shape[0]) if ctx.needs_input_grad[2] else None
+        return grad_x, None, grad_w, None
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        return _batch(_Contract, info, in_dims, args, of_nodes=True)
+
+
+class _GradX(torch.autograd.Function):
+    """The gradient of <g, out> with respect to x."""
+
+    @staticmethod
+    def forward(x, species, w, g, kernels):
+        grad_x = x.new_empty(kernels.shape_in(x.shape[0], w.shape[2]))
+        _launch_nodes(kernels.grad_x, [x.contiguous(), g.contiguous()], species, w, [grad_x])
+        return grad_x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, species, w, g, ctx.kernels = inputs
+        ctx.save_for_backward(x, species, w, g)
+
+    @staticmethod
+    def backward(ctx, h):
+        x, species, w, g = ctx.saved_tensors
+        grad_x = grad_g = grad_w = None
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
+            grad_x, grad_g = _Double.apply(x, species, w, g, h, ctx.kernels)
+        if ctx.needs_input_grad[2]:
+            grad_w = _DoubleW.apply(x, species, g, h, ctx.kernels, w.shape[0])
+        return grad_x, None, grad_w, grad_g, None
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        return _batch(_GradX, info, in_dims, args, of_nodes=True)
+
+
+class _GradW(torch.autograd.Function):
+    """The gradient of <g, out> with respect to w. As out is linear in w, <u, grad w> is <g, out> with weights u."""
+
+    @staticmethod
+    def forward(x, species, g, kernels, num_species):
+        return _launch_weights(kernels, "grad_w", [x.contiguous(), g.contiguous()], species, num_species)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, species, g, ctx.kernels, _ = inputs
+        ctx.save_for_backward(x, species, g)
+
+    @staticmethod
+    def backward(ctx, u):
+        x, species, g = ctx.saved_tensors
+        grad_x = _GradX.apply(x, species, u.contiguous(), g, ctx.kernels) if ctx.needs_input_grad[0] else None
+        grad_g = _Contract.apply(x, species, u.contiguous(), ctx.kernels) if ctx.needs_input_grad[2] else None
+        return grad_x, None, grad_g, None, None
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        return _batch(_GradW, info, in_dims, args, of_nodes=False)
+
+
+class _DoubleW(torch.autograd.Function):
+    """The gradient of <h, grad x> with respect to w. <u, of this> is <h, grad x> with weights u."""
+
+    @staticmethod
+    def forward(x, species, g, h, kernels, num_species):
+        rows = [x.contiguous(), g.contiguous(), h.contiguous()]
+        return _launch_weights(kernels, "double_w", rows, species, num_species)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, species, g, h, ctx.kernels, _ = inputs
+        ctx.save_for_backward(x, species, g, h)
+
+    @staticmethod
+    def backward(ctx, u):
+        x, species, g, h = ctx.saved_tensors
+        u = u.contiguous()
+        grad_x, grad_g = _Double.apply(x, species, u, g, h, ctx.kernels)
+        return grad_x, None, grad_g, _GradX.apply(x, species, u, g, ctx.kernels), None, None
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        return _batch(_DoubleW, info, in_dims, args, of_nodes=False)
+
+
+class _Double(torch.autograd.Function):
+    """The gradients of <h, grad x> with respect to x and g. Third derivatives go through the reference, once."""
+
+    @staticmethod
+    def forward(x, species, w, g, h, kernels):
+        grad_x = x.new_empty(kernels.shape_in(x.shape[0], w.shape[2]))
+        grad_g = x.new_empty(kernels.shape_out(x.shape[0], w.shape[2]))
+        rows = [x.contiguous(), g.contiguous(), h.contiguous()]
+        _launch_nodes(kernels.double, rows, species, w, [grad_x, grad_g])
+        return grad_x, grad_g
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, species, w, g, h, ctx.kernels = inputs
+        ctx.save_for_backward(x, species, w, g, h)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, a, b):
+        species = ctx.saved_tensors[1]
+        with torch.enable_grad():
+            x, w, g, h = (t.detach().requires_grad_() for t in ctx.saved_tensors if t is not species)
+            out = reference.symmetric_contraction(x, species, w, ctx.kernels.spec, ctx.kernels.layout)
+            (grad,) = torch.autograd.grad(out, x, g, create_graph=True)
+            first = torch.autograd.grad(grad, (x, g), h, create_graph=True)
+            grad_x, grad_w, grad_g, grad_h = torch.autograd.grad(first, (x, w, g, h), (a, b), allow_unused=True)
+        return grad_x, None, grad_w, grad_g, grad_h, None
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        return _batch(_Double, info, in_dims, args, of_nodes=True)
+
+
+def symmetric_contraction(
+    x: Tensor,
+    species: Tensor,
+    weights: Tensor,
+    irreps_out: str,
+    *,
+    irreps_in: str = "0e+1o+2e+3o",
+    correlation: int = 3,
+    layout: str = "mul_ir",
+) -> Tensor:
+    """Weighted equivariant polynomials of a node's features, of up to `correlation` factors, channel by channel.
+
+    Args:
+        x: features [N, C, D] in layout mul_ir, [N, D, C] in ir_mul; D = (lmax + 1)^2 coefficients of degrees
+            0 ... lmax, in e3nn's basis; float32 or float64 (half types are computed in float32).
+        species: [N], int32 or int64, which weights a node takes: 0 ... E - 1. Not looked at before the kernels run, so
+            that nothing waits for the device; outside this range the output is NaN there (on a CPU: IndexError).
+        weights: [E, K, C], one for each species, polynomial and channel; the polynomials are the terms of
+            :func:`._couplings.contraction`.
+        irreps_out: output irreps, some of 0e, 1o, 2e, 3o in this order, e.g. "0e+1o".
+        irreps_in: input irreps, all degrees from 0e on.
+        correlation: 1, 2 or 3.
+        layout: "mul_ir" as in e3nn and MACE, or "ir_mul".
+
+    Returns:
+        mul_ir: [N, C * sum of (2 L + 1)], for each irrep (channel, m); ir_mul: [N, sum of (2 L + 1), C]. Differentiable
+        in x and weights twice by kernels and once more by the reference; results repeat bitwise.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: expected 'mul_ir' or 'ir_mul', got {layout!r}")
+    spec = contraction(irreps_in, irreps_out, correlation)
+    check_shape("x", x, (None, None, spec.size_in) if layout == "mul_ir" else (None, spec.size_in, None))
+    channels = x.shape[1] if layout == "mul_ir" else x.shape[2]
+    check_shape("weights", weights, (None, len(spec.terms), channels), x)
+    if species.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"species: expected int32 or int64, got {species.dtype}")
+    if species.shape != x.shape[:1]:
+        raise ValueError(f"species: expected shape [{x.shape[0]}], got {list(species.shape)}")
+    if species.device != x.device:
+        raise ValueError(f"species: expected device {x.device}, got {species.device}")
+    if x.shape[0] and not weights.shape[0]:
+        raise ValueError("weights: expected at least one species, got none")
+    x = x.float() if x.element_size() < 4 else x
+    weights = weights.float() if weights.element_size() < 4 else weights
+    if not runs_kernels(x):
+        return reference.symmetric_contraction(x, species, weights, spec, layout)
+    return _Contract.apply(x, species.contiguous(), weights.contiguous(), _kernels(spec, layout))
