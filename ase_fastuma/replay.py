@@ -58,7 +58,7 @@ def _spare(num_edges: int) -> int:
     return num_edges // 25 + 256
 
 
-def _capacity(num_edges: int) -> int:
+def capacity(num_edges: int) -> int:
     """Room for so many edges and the spare ones, in steps of 64."""
     return -(-(num_edges + _spare(num_edges)) // 64) * 64
 
@@ -121,16 +121,16 @@ class _Entry:
 class Replays:
     """Recordings of evaluations, each made the second time its key is seen; the least recently used give way."""
 
-    def __init__(self, cutoff: float, max_neighbours: int | None, limit: int, kept: int = 8) -> None:
-        """For edges up to `cutoff` (A), at most `max_neighbours` into an atom and `limit` in all; `kept` keys stay."""
-        self._cutoff, self._max_neighbours, self._limit, self._kept = cutoff, max_neighbours, limit, kept
+    def __init__(self, cutoff: float, max_neighbours: int | None, kept: int = 8) -> None:
+        """For edges up to `cutoff` (A), at most `max_neighbours` into an atom; `kept` keys stay."""
+        self._cutoff, self._max_neighbours, self._kept = cutoff, max_neighbours, kept
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._pool: Any = None  # torch keeps the type of its handles to itself
 
     def saw(self, key: Hashable, num_edges: int) -> None:
-        """Tell how many edges an evaluation had that ran without a recording."""
+        """Tell how many edges an evaluation had that ran without a recording, and should have one next time."""
         entry = self._entries.setdefault(key, _Entry())
-        entry.last = num_edges if _capacity(num_edges) <= self._limit else None
+        entry.last = num_edges
         self._entries.move_to_end(key)
         while len(self._entries) > self._kept:
             self._entries.popitem(last=False)
@@ -152,14 +152,16 @@ class Replays:
         else:
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
-            recording = _Recording(len(system.numbers), _capacity(entry.last), self._cutoff, device, self._pool)
+            room = capacity(entry.last)
+            recording = _Recording(len(system.numbers), room, self._cutoff, device, self._pool)
             recording.fill(system)
             recording.record(step)
             entry.recordings = [*entry.recordings[-3:], recording]
         out = recording.run()
         num_edges, most, shortest = out[-3:]
         capped = self._max_neighbours is not None and most > self._max_neighbours
-        entry.last = None if capped else int(num_edges)
-        if capped or num_edges > recording.capacity or shortest < COINCIDENT**2:
+        useless = capped or num_edges > recording.capacity
+        entry.last = None if useless else int(num_edges)
+        if useless or shortest < COINCIDENT**2:
             return None
         return out[:-3]

@@ -131,18 +131,27 @@ def load_l_major(ptr, stride, mask):
 
 
 @triton.jit
-def load_m_major(ptr, stride, mask):
-    """Nine m-major coefficients, `stride` elements apart, returned in l-major order."""
+def row_scale(unscale, rows, mask, SCALED: tl.constexpr):
+    """What stored values of each row are multiplied by: its scale where rows are scaled halves, else one."""
+    if SCALED:
+        return tl.load(unscale + rows, mask=mask, other=0.0)
+    else:  # noqa: RET505 - without it Triton compiles this branch too
+        return 1.0
+
+
+@triton.jit
+def load_m_major(ptr, stride, mask, scale):
+    """Nine m-major coefficients, `stride` elements apart, times the rows' scale, returned in l-major order."""
     return (
-        tl.load(ptr + P0 * stride, mask=mask, other=0.0),
-        tl.load(ptr + P1 * stride, mask=mask, other=0.0),
-        tl.load(ptr + P2 * stride, mask=mask, other=0.0),
-        tl.load(ptr + P3 * stride, mask=mask, other=0.0),
-        tl.load(ptr + P4 * stride, mask=mask, other=0.0),
-        tl.load(ptr + P5 * stride, mask=mask, other=0.0),
-        tl.load(ptr + P6 * stride, mask=mask, other=0.0),
-        tl.load(ptr + P7 * stride, mask=mask, other=0.0),
-        tl.load(ptr + P8 * stride, mask=mask, other=0.0),
+        tl.load(ptr + P0 * stride, mask=mask, other=0.0) * scale,
+        tl.load(ptr + P1 * stride, mask=mask, other=0.0) * scale,
+        tl.load(ptr + P2 * stride, mask=mask, other=0.0) * scale,
+        tl.load(ptr + P3 * stride, mask=mask, other=0.0) * scale,
+        tl.load(ptr + P4 * stride, mask=mask, other=0.0) * scale,
+        tl.load(ptr + P5 * stride, mask=mask, other=0.0) * scale,
+        tl.load(ptr + P6 * stride, mask=mask, other=0.0) * scale,
+        tl.load(ptr + P7 * stride, mask=mask, other=0.0) * scale,
+        tl.load(ptr + P8 * stride, mask=mask, other=0.0) * scale,
     )
 
 

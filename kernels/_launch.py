@@ -52,20 +52,27 @@ def shared_memory_per_block(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
 
 
-def matmul_tile(rows: int, columns: int, operand: str, device: torch.device) -> MatmulTile:
+# Tiles in order of preference: the first whose stages fit the shared memory is taken. Measured on an H200 for UMA-S's
+# shapes; consumer GPUs (99 KiB) reach the last ones. A product in three parts stages four tiles of halves a step.
+_SPLIT_TILES = (MatmulTile(256, 128, 32, 8, 4), MatmulTile(128, 128, 64, 8, 2), MatmulTile(128, 128, 32, 8, 3))
+_HALF_TILES = (MatmulTile(128, 256, 64, 8, 4), MatmulTile(128, 128, 64, 8, 4), MatmulTile(128, 128, 64, 8, 3))
+# A shallow product is bound by what it writes: wide tiles read its rows once.
+_SHALLOW_TILES = (MatmulTile(128, 256, 32, 8, 3), MatmulTile(128, 128, 32, 8, 3))
+_SMALL_TILE = MatmulTile(64, 128, 64, 4, 3)
+_SMALLEST_TILE = MatmulTile(64, 64, 32, 4, 2)
+
+
+def matmul_tile(rows: int, depth: int, columns: int, operand: str, device: torch.device) -> MatmulTile:
     """Tiles of the block matrix product by operand kind ("split" or "half").
 
-    128 x 128 keeps two operand bytes for each multiply-add small enough for the tensor cores of A100 and H100; small
-    systems take 64 rows so that the grid fills the card. The three-product form stages four half-precision tiles a
-    step; where shared memory is short (consumer GPUs: 99 kB) it takes fewer stages.
+    Small systems take 64 rows so that the grid fills the card.
     """
-    n = min(128, max(16, triton.next_power_of_2(columns)))
-    m = 128 if rows > 16384 else 64
-    k = 64
-    tiles = 2 if operand == "split" else 1
-    bytes_per_stage = tiles * 2 * k * (m + n)
     available = shared_memory_per_block(device.index or 0) if device.type == "cuda" else 160 * 1024
-    stages = max(2, min(4, available // bytes_per_stage - 1 if operand == "half" else available // bytes_per_stage))
-    if stages * bytes_per_stage > available:
-        k, stages = 32, 2
-    return MatmulTile(m, n, k, 8 if m * n >= 128 * 128 else 4, stages)
+    large = _SHALLOW_TILES if depth <= 128 else _SPLIT_TILES if operand == "split" else _HALF_TILES
+    narrow = max(16, triton.next_power_of_2(columns))
+    for tile in (*(large if rows > 16384 else ()), _SMALL_TILE, _SMALLEST_TILE):
+        fitted = tile._replace(n=min(tile.n, narrow))
+        bytes_per_stage = (2 if operand == "split" else 1) * 2 * fitted.k * (fitted.m + fitted.n)
+        if fitted.stages * bytes_per_stage <= available:
+            return fitted
+    raise RuntimeError(f"device: expected at least 32 KiB of shared memory a block, got {available} bytes")

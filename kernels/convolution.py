@@ -102,16 +102,21 @@ class ConvolutionWeights:
         return out.flatten(1)
 
 
-def _activate(first: Tensor, w: ConvolutionWeights) -> Operand:
-    return gate_forward(first, w.hidden, w.kind) if w.s2 is None else to_operand(w.activate(first), w.kind)
+def _matmul(x: Operand, weights: BlockWeights, transposed: bool = False, biased: bool = True) -> Operand:
+    """A product between two kernels: where operands have eleven bits, so has it."""
+    return block_matmul(x, weights, transposed, biased, half=weights.kind == "half")
 
 
-def _activate_backward(grad: Tensor, first: Tensor, w: ConvolutionWeights) -> Operand:
+def _activate(first: Operand, w: ConvolutionWeights) -> Operand:
+    return gate_forward(first, w.hidden, w.kind) if w.s2 is None else to_operand(w.activate(first.dense()), w.kind)
+
+
+def _activate_backward(grad: Operand, first: Operand, w: ConvolutionWeights) -> Operand:
     if w.s2 is None:
         return gate_backward(grad, first, w.hidden, w.kind)
     with torch.enable_grad():
-        x = first.detach().requires_grad_()
-        (found,) = torch.autograd.grad(w.activate(x), x, grad)
+        x = first.dense().detach().requires_grad_()
+        (found,) = torch.autograd.grad(w.activate(x), x, grad.dense())
     return to_operand(found, w.kind)
 
 
@@ -125,15 +130,14 @@ class _Part:
         self.pair, self.weight = geometry.pair[rows], geometry.weight[rows]
         self.weight_slope = geometry.weight_slope[rows]
 
-    def radial(self, radial: Radial, out: BlockWeights, kind: str, with_slope: bool) -> tuple[Tensor, Tensor | None]:
+    def radial(self, radial: Radial, out: BlockWeights, kind: str, with_slope: bool) -> tuple[Operand, Operand | None]:
         hidden, slope = radial.hidden(self.distances, self.pair, kind, with_slope)
-        return block_matmul(hidden, out), None if slope is None else block_matmul(slope, out, biased=False)
+        return _matmul(hidden, out), None if slope is None else _matmul(slope, out, biased=False)
 
 
-def _first_linear(x: Tensor, part: _Part, w: ConvolutionWeights) -> Tensor:
+def _first_linear(x: Tensor, part: _Part, w: ConvolutionWeights) -> Operand:
     radial, _ = part.radial(w.radial, w.radial_out, w.kind, False)
-    shaped = radial.view(-1, NUM_RADIAL, 2 * w.channels)
-    return block_matmul(gather_rotate_scale_forward(x, part.vectors, shaped, part.edges, w.kind), w.first)
+    return _matmul(gather_rotate_scale_forward(x, part.vectors, radial, part.edges, w.kind), w.first)
 
 
 class _EdgeConvolution(torch.autograd.Function):
@@ -144,8 +148,8 @@ class _EdgeConvolution(torch.autograd.Function):
         for chunk in geometry.chunks:
             part = _Part(geometry, chunk)
             first = _first_linear(x, part, w)
-            z = block_matmul(_activate(first, w), w.second).view(-1, NUM_COEFFICIENTS, w.channels)
-            sums.append(rotate_back_sum_forward(z, part.vectors, part.weight, part.edges))
+            z = _matmul(_activate(first, w), w.second)
+            sums.append(rotate_back_sum_forward(z, part.vectors, part.weight, part.edges, w.channels))
             if geometry.keep:
                 kept.append(first)
         ctx.save_for_backward(x, vectors)
@@ -168,23 +172,20 @@ class _EdgeConvolution(torch.autograd.Function):
         for chunk in geometry.chunks:
             part = _Part(geometry, chunk)
             first = ctx.kept.pop(0) if ctx.kept else _first_linear(x, part, w)
-            z = block_matmul(_activate(first, w), w.second).view(-1, NUM_COEFFICIENTS, w.channels)
+            z = _matmul(_activate(first, w), w.second)
             grad_z, out_vectors, _ = rotate_back_sum_backward(
                 grad, z, part.vectors, part.weight, part.edges, w.kind, part.weight_slope
             )
             del z
-            grad_gated = block_matmul(grad_z, w.second, transposed=True)
+            grad_gated = _matmul(grad_z, w.second, transposed=True)
             del grad_z
             grad_first = _activate_backward(grad_gated, first, w)
             del grad_gated, first
-            grad_pair = block_matmul(grad_first, w.first, transposed=True)
+            grad_pair = _matmul(grad_first, w.first, transposed=True)
             del grad_first
             # The radial weights come last and are computed again: they are the largest arrays but one.
             radial, slope = part.radial(w.radial, w.radial_out, w.kind, True)
-            shape = (-1, NUM_RADIAL, 2 * w.channels)
-            in_vectors, _ = gather_rotate_scale_backward(
-                grad_pair, x, part.vectors, radial.view(shape), slope.view(shape), part.edges, grad_x
-            )
+            in_vectors, _ = gather_rotate_scale_backward(grad_pair, x, part.vectors, radial, slope, part.edges, grad_x)
             torch.add(in_vectors, out_vectors, out=grad_vectors[chunk.first : chunk.last])
         return grad_x[0] + grad_x[1], grad_vectors, None, None
 
@@ -197,9 +198,9 @@ class _EdgeDegree(torch.autograd.Function):
         sums = []
         for chunk in geometry.chunks:
             part = _Part(geometry, chunk)
-            z = part.radial(radial, out, kind, False)[0]
-            z = z.view(-1, M_BLOCKS[0], z.shape[1] // M_BLOCKS[0])
-            sums.append(rotate_back_sum_forward(z, part.vectors, part.weight, part.edges))
+            z, _ = part.radial(radial, out, kind, False)
+            width = z.high.shape[1] // M_BLOCKS[0]
+            sums.append(rotate_back_sum_forward(z, part.vectors, part.weight, part.edges, width))
         return sums[0] if len(sums) == 1 else torch.cat(sums)
 
     @staticmethod
@@ -214,7 +215,6 @@ class _EdgeDegree(torch.autograd.Function):
         for chunk in geometry.chunks:
             part = _Part(geometry, chunk)
             z, slope = part.radial(radial, out, kind, True)
-            z, slope = (t.view(-1, M_BLOCKS[0], t.shape[1] // M_BLOCKS[0]) for t in (z, slope))
             _, found, _ = rotate_back_sum_backward(
                 grad, z, part.vectors, part.weight, part.edges, kind, part.weight_slope, slope
             )

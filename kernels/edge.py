@@ -39,6 +39,7 @@ from ._device import (
     power_of_two_scale,
     rotate,
     rotate_back,
+    row_scale,
     store_m_major,
     store_sums,
     store_value,
@@ -47,7 +48,7 @@ from ._device import (
 )
 from ._launch import edge_tile, runs_kernels
 from .layout import M_BLOCKS, NUM_COEFFICIENTS, NUM_RADIAL
-from .operand import SPLIT_OF_KIND, Operand, empty_operand
+from .operand import SPLIT_OF_KIND, Operand, empty_operand, plain_operand
 
 
 class EdgeList(NamedTuple):
@@ -97,12 +98,13 @@ def sorted_edges(source: Tensor, target: Tensor, num_nodes: int) -> EdgeList:
 
 @triton.jit(
     do_not_specialize=["num_edges"],
-    do_not_specialize_on_alignment=["vectors", "source", "target", "unscale"],
+    do_not_specialize_on_alignment=["vectors", "radial_unscale", "source", "target", "unscale"],
 )
 def _gather_rotate_scale_kernel(
     x,
     vectors,
     radial,
+    radial_unscale,
     source,
     target,
     high,
@@ -112,6 +114,7 @@ def _gather_rotate_scale_kernel(
     C: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    SCALED: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
     """y = r * D (x[source], x[target]) for a tile of edges, all channels, so that a row's scale is known at once."""
@@ -122,21 +125,22 @@ def _gather_rotate_scale_kernel(
     ux, uy, uz, _ = load_vectors(vectors, edges, m_e)
     c, s, a, b = frame(ux, uy, uz)
     r_at = radial + edges * (6 * 2 * C) + channels
+    u = row_scale(radial_unscale, edges, m_e, SCALED)
     o_at = edges * (9 * 2 * C) + channels
 
     node = tl.load(source + edges, mask=m_e, other=0).to(tl.int64)
     x0, x1, x2, x3, x4, x5, x6, x7, x8 = load_l_major(x + node * (9 * C) + channels, C, mask)
     x0, x1, x2, x3, x4, x5, x6, x7, x8 = rotate(x0, x1, x2, x3, x4, x5, x6, x7, x8, c, s, a, b)
-    x0 *= tl.load(r_at, mask=mask, other=0.0)
-    x2 *= tl.load(r_at + 2 * C, mask=mask, other=0.0)
-    x6 *= tl.load(r_at + 4 * C, mask=mask, other=0.0)
-    r = tl.load(r_at + 6 * C, mask=mask, other=0.0)
+    x0 *= u * tl.load(r_at, mask=mask, other=0.0)
+    x2 *= u * tl.load(r_at + 2 * C, mask=mask, other=0.0)
+    x6 *= u * tl.load(r_at + 4 * C, mask=mask, other=0.0)
+    r = u * tl.load(r_at + 6 * C, mask=mask, other=0.0)
     x1 *= r
     x3 *= r
-    r = tl.load(r_at + 8 * C, mask=mask, other=0.0)
+    r = u * tl.load(r_at + 8 * C, mask=mask, other=0.0)
     x5 *= r
     x7 *= r
-    r = tl.load(r_at + 10 * C, mask=mask, other=0.0)
+    r = u * tl.load(r_at + 10 * C, mask=mask, other=0.0)
     x4 *= r
     x8 *= r
 
@@ -144,16 +148,16 @@ def _gather_rotate_scale_kernel(
     node = tl.load(target + edges, mask=m_e, other=0).to(tl.int64)
     y0, y1, y2, y3, y4, y5, y6, y7, y8 = load_l_major(x + node * (9 * C) + channels, C, mask)
     y0, y1, y2, y3, y4, y5, y6, y7, y8 = rotate(y0, y1, y2, y3, y4, y5, y6, y7, y8, c, s, a, b)
-    y0 *= tl.load(r_at, mask=mask, other=0.0)
-    y2 *= tl.load(r_at + 2 * C, mask=mask, other=0.0)
-    y6 *= tl.load(r_at + 4 * C, mask=mask, other=0.0)
-    r = tl.load(r_at + 6 * C, mask=mask, other=0.0)
+    y0 *= u * tl.load(r_at, mask=mask, other=0.0)
+    y2 *= u * tl.load(r_at + 2 * C, mask=mask, other=0.0)
+    y6 *= u * tl.load(r_at + 4 * C, mask=mask, other=0.0)
+    r = u * tl.load(r_at + 6 * C, mask=mask, other=0.0)
     y1 *= r
     y3 *= r
-    r = tl.load(r_at + 8 * C, mask=mask, other=0.0)
+    r = u * tl.load(r_at + 8 * C, mask=mask, other=0.0)
     y5 *= r
     y7 *= r
-    r = tl.load(r_at + 10 * C, mask=mask, other=0.0)
+    r = u * tl.load(r_at + 10 * C, mask=mask, other=0.0)
     y4 *= r
     y8 *= r
 
@@ -175,7 +179,10 @@ def _radial_product(r0, r1, r2, r3, r4, r5, x0, x1, x2, x3, x4, x5, x6, x7, x8):
 @triton.jit(
     do_not_specialize=["first_target", "num_targets", "num_sources", "num_nodes", "num_edges"],
     do_not_specialize_on_alignment=[
+        "grad_unscale",
         "vectors",
+        "radial_unscale",
+        "slope_unscale",
         "target_start",
         "by_source",
         "source_nodes",
@@ -185,10 +192,13 @@ def _radial_product(r0, r1, r2, r3, r4, r5, x0, x1, x2, x3, x4, x5, x6, x7, x8):
 )
 def _gather_rotate_scale_backward_kernel(
     grad,
+    grad_unscale,
     x,
     vectors,
     radial,
+    radial_unscale,
     radial_slope,
+    slope_unscale,
     first_target,
     num_targets,
     target_start,
@@ -204,6 +214,7 @@ def _gather_rotate_scale_backward_kernel(
     C: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    SCALED: tl.constexpr,
     CHAIN: tl.constexpr,
     ADD: tl.constexpr,
 ):
@@ -240,7 +251,8 @@ def _gather_rotate_scale_backward_kernel(
         c, s, a, b = frame(ux, uy, uz)
         y0, y1, y2, y3, y4, y5, y6, y7, y8 = rotate(h0, h1, h2, h3, h4, h5, h6, h7, h8, c, s, a, b)
         at = grad + edges * (9 * 2 * C) + i_end * C + channels
-        g0, g1, g2, g3, g4, g5, g6, g7, g8 = load_m_major(at, 2 * C, mask)
+        u = row_scale(grad_unscale, edges, m_e, SCALED)
+        g0, g1, g2, g3, g4, g5, g6, g7, g8 = load_m_major(at, 2 * C, mask, u)
         r_offset = edges * (6 * 2 * C) + i_end * C + channels
         if CHAIN:
             r_at = radial_slope + r_offset
@@ -261,7 +273,7 @@ def _gather_rotate_scale_backward_kernel(
                 g7 * y7,
                 g8 * y8,
             )
-            along = tl.sum(slope, axis=1)[:, None]
+            along = tl.sum(slope, axis=1)[:, None] * row_scale(slope_unscale, edges, m_e, SCALED)
         else:
             r_at = grad_radial + r_offset
             tl.store(r_at, g0 * y0, mask=mask)
@@ -272,16 +284,17 @@ def _gather_rotate_scale_backward_kernel(
             tl.store(r_at + 10 * C, g4 * y4 + g8 * y8, mask=mask)
             along = tl.zeros([BLOCK_E, 1], dtype=x.dtype.element_ty)
         r_at = radial + r_offset
-        g0 *= tl.load(r_at, mask=mask, other=0.0)
-        g2 *= tl.load(r_at + 2 * C, mask=mask, other=0.0)
-        g6 *= tl.load(r_at + 4 * C, mask=mask, other=0.0)
-        r = tl.load(r_at + 6 * C, mask=mask, other=0.0)
+        u = row_scale(radial_unscale, edges, m_e, SCALED)
+        g0 *= u * tl.load(r_at, mask=mask, other=0.0)
+        g2 *= u * tl.load(r_at + 2 * C, mask=mask, other=0.0)
+        g6 *= u * tl.load(r_at + 4 * C, mask=mask, other=0.0)
+        r = u * tl.load(r_at + 6 * C, mask=mask, other=0.0)
         g1 *= r
         g3 *= r
-        r = tl.load(r_at + 8 * C, mask=mask, other=0.0)
+        r = u * tl.load(r_at + 8 * C, mask=mask, other=0.0)
         g5 *= r
         g7 *= r
-        r = tl.load(r_at + 10 * C, mask=mask, other=0.0)
+        r = u * tl.load(r_at + 10 * C, mask=mask, other=0.0)
         g4 *= r
         g8 *= r
         tx, tz = torque(g1, g2, g3, g4, g5, g6, g7, g8, y1, y2, y3, y4, y5, y6, y7, y8)
@@ -303,8 +316,8 @@ def _gather_rotate_scale_backward_kernel(
     store_sums(at, C, tl.arange(0, BLOCK_C) < C, a0, a1, a2, a3, a4, a5, a6, a7, a8, ADD)
 
 
-def gather_rotate_scale_forward(x: Tensor, vectors: Tensor, radial: Tensor, edges: EdgeList, kind: str) -> Operand:
-    """Launch the forward kernel; the result is stored as an operand [E, 9 * 2C] of the given kind."""
+def gather_rotate_scale_forward(x: Tensor, vectors: Tensor, radial: Operand, edges: EdgeList, kind: str) -> Operand:
+    """Launch the forward kernel, with radial weights [E, 6 * 2C], not split; the result [E, 9 * 2C] is of `kind`."""
     num_edges, width = vectors.shape[0], x.shape[2]
     out = empty_operand(num_edges, NUM_COEFFICIENTS * 2 * width, kind, x.device)
     if num_edges:
@@ -312,7 +325,8 @@ def gather_rotate_scale_forward(x: Tensor, vectors: Tensor, radial: Tensor, edge
         _gather_rotate_scale_kernel[(triton.cdiv(num_edges, tile.edges),)](
             x,
             vectors,
-            radial,
+            radial.high,
+            radial.unscale,
             edges.source,
             edges.target,
             out.high,
@@ -322,6 +336,7 @@ def gather_rotate_scale_forward(x: Tensor, vectors: Tensor, radial: Tensor, edge
             C=width,
             BLOCK_E=tile.edges,
             BLOCK_C=tile.channels,
+            SCALED=radial.unscale is not None,
             SPLIT=SPLIT_OF_KIND[kind],
             num_warps=tile.warps,
         )
@@ -329,38 +344,41 @@ def gather_rotate_scale_forward(x: Tensor, vectors: Tensor, radial: Tensor, edge
 
 
 def gather_rotate_scale_backward(
-    grad: Tensor,
+    grad: Operand,
     x: Tensor,
     vectors: Tensor,
-    radial: Tensor,
-    radial_slope: Tensor | None,
+    radial: Operand,
+    radial_slope: Operand | None,
     edges: EdgeList,
     grad_x: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """Launch the backward kernel.
+    """Launch the backward kernel. Operands are stored alike, and not split.
 
     Args:
         grad: gradient of the output [E, 9 * 2C].
-        radial_slope: dr/dd [E, 6, 2C], to take the radial weights' part into the vectors' gradient; None to return
+        radial_slope: dr/dd [E, 6 * 2C], to take the radial weights' part into the vectors' gradient; None to return
             the radial weights' gradient instead.
         grad_x: OUTPUT [2, N, 9, C], the gradient of x from either end of the edges. Written where ``edges`` are whole,
             added to where they are a part.
 
     Returns:
-        Gradients of vectors [E, 3] and of radial [E, 6, 2C] (None where ``radial_slope`` is given).
+        Gradients of vectors [E, 3] and of radial [E, 6 * 2C] (None where ``radial_slope`` is given).
     """
     (num_nodes, _, width), num_edges = x.shape, vectors.shape[0]
     grad_vectors = vectors.new_empty(2, num_edges, 3)
-    grad_radial = torch.empty_like(radial) if radial_slope is None else None
+    grad_radial = torch.empty_like(radial.high) if radial_slope is None else None
     num_targets, num_sources = edges.target_start.shape[0] - 1, edges.source_nodes.shape[0]
     if num_nodes:
         tile = edge_tile(width, x.element_size())
         _gather_rotate_scale_backward_kernel[(max(num_targets, num_sources), 2)](
-            grad,
+            grad.high,
+            grad.unscale,
             x,
             vectors,
-            radial,
-            radial_slope,
+            radial.high,
+            radial.unscale,
+            radial_slope and radial_slope.high,
+            radial_slope and radial_slope.unscale,
             edges.first_target,
             num_targets,
             edges.target_start,
@@ -376,6 +394,7 @@ def gather_rotate_scale_backward(
             C=width,
             BLOCK_E=tile.edges,
             BLOCK_C=tile.channels,
+            SCALED=grad.unscale is not None,
             CHAIN=radial_slope is not None,
             ADD=not edges.whole,
             num_warps=tile.warps,
@@ -388,8 +407,8 @@ class _GatherRotateScale(torch.autograd.Function):
     def forward(ctx, x, vectors, radial, edges):
         ctx.save_for_backward(x, vectors, radial)
         ctx.edges = edges
-        kind = "double" if x.dtype == torch.float64 else "single"
-        out = gather_rotate_scale_forward(x, vectors, radial, edges, kind)
+        weights = plain_operand(radial.flatten(1))
+        out = gather_rotate_scale_forward(x, vectors, weights, edges, weights.kind)
         return out.high.view(-1, NUM_COEFFICIENTS, 2 * x.shape[2])
 
     @staticmethod
@@ -399,8 +418,9 @@ class _GatherRotateScale(torch.autograd.Function):
             function = functools.partial(_reference_gather, edges=ctx.edges)
             return (*reference_gradient(function, (x, vectors, radial), grad), None)
         grad_x = x.new_empty(2, *x.shape)
-        rest = gather_rotate_scale_backward(grad.contiguous(), x, vectors, radial, None, ctx.edges, grad_x)
-        return grad_x[0] + grad_x[1], *rest, None
+        grads, weights = plain_operand(grad.contiguous().flatten(1)), plain_operand(radial.flatten(1))
+        grad_vectors, grad_radial = gather_rotate_scale_backward(grads, x, vectors, weights, None, ctx.edges, grad_x)
+        return grad_x[0] + grad_x[1], grad_vectors, grad_radial.view_as(radial), None
 
 
 def _reference_gather(x, vectors, radial, edges):
@@ -444,24 +464,25 @@ def gather_rotate_scale(x: Tensor, vectors: Tensor, radial: Tensor, edges: EdgeL
 
 
 @triton.jit
-def _load_message(z, edges, channels, mask, C: tl.constexpr, M0: tl.constexpr):
-    """A tile of messages in l-major order, from [E, 9, C] m-major or, with M0, from [E, 3, C]."""
+def _load_message(z, scale, edges, channels, mask, C: tl.constexpr, M0: tl.constexpr):
+    """A tile of messages in l-major order, times their scale, from [E, 9, C] m-major or, with M0, from [E, 3, C]."""
     if M0:
         at = z + edges * (3 * C) + channels
-        z0 = tl.load(at, mask=mask, other=0.0)
-        z2 = tl.load(at + C, mask=mask, other=0.0)
-        z6 = tl.load(at + 2 * C, mask=mask, other=0.0)
+        z0 = tl.load(at, mask=mask, other=0.0) * scale
+        z2 = tl.load(at + C, mask=mask, other=0.0) * scale
+        z6 = tl.load(at + 2 * C, mask=mask, other=0.0) * scale
         zero = tl.zeros_like(z0)
         return z0, zero, z2, zero, zero, zero, z6, zero, zero
     else:  # noqa: RET505 - without it Triton compiles this branch too
-        return load_m_major(z + edges * (9 * C) + channels, C, mask)
+        return load_m_major(z + edges * (9 * C) + channels, C, mask, scale)
 
 
 @triton.jit(
-    do_not_specialize_on_alignment=["vectors", "weight", "target_start"],
+    do_not_specialize_on_alignment=["z_unscale", "vectors", "weight", "target_start"],
 )
 def _rotate_back_sum_kernel(
     z,
+    z_unscale,
     vectors,
     weight,
     target_start,
@@ -469,6 +490,7 @@ def _rotate_back_sum_kernel(
     C: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    SCALED: tl.constexpr,
     M0: tl.constexpr,
 ):
     """o[i] = sum over edges into i of w D^T z, one atom a program, edges in their order."""
@@ -483,8 +505,8 @@ def _rotate_back_sum_kernel(
         m_e = edges < last
         ux, uy, uz, _ = load_vectors(vectors, edges, m_e)
         c, s, a, b = frame(ux, uy, uz)
-        w = tl.load(weight + edges, mask=m_e, other=0.0)
-        z0, z1, z2, z3, z4, z5, z6, z7, z8 = _load_message(z, edges, channels, m_e & (channels < C), C, M0)
+        w = tl.load(weight + edges, mask=m_e, other=0.0) * row_scale(z_unscale, edges, m_e, SCALED)
+        z0, z1, z2, z3, z4, z5, z6, z7, z8 = _load_message(z, 1.0, edges, channels, m_e & (channels < C), C, M0)
         z0, z1, z2, z3, z4, z5, z6, z7, z8 = rotate_back(z0, z1, z2, z3, z4, z5, z6, z7, z8, c, s, a, b)
         a0 += w * z0
         a1 += w * z1
@@ -502,6 +524,8 @@ def _rotate_back_sum_kernel(
 @triton.jit(
     do_not_specialize=["num_edges"],
     do_not_specialize_on_alignment=[
+        "z_unscale",
+        "slope_unscale",
         "vectors",
         "weight",
         "weight_slope",
@@ -514,7 +538,9 @@ def _rotate_back_sum_kernel(
 def _rotate_back_sum_backward_kernel(
     grad,
     z,
+    z_unscale,
     z_slope,
+    slope_unscale,
     vectors,
     weight,
     weight_slope,
@@ -528,6 +554,7 @@ def _rotate_back_sum_backward_kernel(
     C: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    SCALED: tl.constexpr,
     SPLIT: tl.constexpr,
     M0: tl.constexpr,
     CHAIN: tl.constexpr,
@@ -547,7 +574,8 @@ def _rotate_back_sum_backward_kernel(
     node = tl.load(target + edges, mask=m_e, other=0).to(tl.int64)
     g0, g1, g2, g3, g4, g5, g6, g7, g8 = load_l_major(grad + node * (9 * C) + channels, C, mask)
     g0, g1, g2, g3, g4, g5, g6, g7, g8 = rotate(g0, g1, g2, g3, g4, g5, g6, g7, g8, c, s, a, b)
-    z0, z1, z2, z3, z4, z5, z6, z7, z8 = _load_message(z, edges, channels, mask, C, M0)
+    u = row_scale(z_unscale, edges, m_e, SCALED)
+    z0, z1, z2, z3, z4, z5, z6, z7, z8 = _load_message(z, u, edges, channels, mask, C, M0)
     product = g0 * z0 + g1 * z1 + g2 * z2 + g3 * z3 + g4 * z4 + g5 * z5 + g6 * z6 + g7 * z7 + g8 * z8
     tx, tz = torque(z1, z2, z3, z4, z5, z6, z7, z8, g1, g2, g3, g4, g5, g6, g7, g8)
     tx = tl.sum(tx, axis=1)[:, None] * w
@@ -557,7 +585,8 @@ def _rotate_back_sum_backward_kernel(
         if M0:
             at = z_slope + edges * (3 * C) + channels
             slope = g0 * tl.load(at, mask=mask, other=0.0) + g2 * tl.load(at + C, mask=mask, other=0.0)
-            along += w * (slope + g6 * tl.load(at + 2 * C, mask=mask, other=0.0))
+            slope += g6 * tl.load(at + 2 * C, mask=mask, other=0.0)
+            along += w * row_scale(slope_unscale, edges, m_e, SCALED) * slope
         along = tl.sum(along, axis=1)[:, None]
     else:
         tl.store(grad_weight + edges, tl.sum(product, axis=1)[:, None], mask=m_e)
@@ -580,14 +609,18 @@ def _rotate_back_sum_backward_kernel(
         store_m_major(high, low, at, C, mask, scale, g0, g1, g2, g3, g4, g5, g6, g7, g8, SPLIT)
 
 
-def rotate_back_sum_forward(z: Tensor, vectors: Tensor, weight: Tensor, edges: EdgeList) -> Tensor:
-    """Launch the forward kernel for messages [E, 9, C] or [E, 3, C]; sums [T, 9, C] of the edges' target range."""
-    num_targets, width = edges.target_start.shape[0] - 1, z.shape[2]
-    out = z.new_empty(num_targets, NUM_COEFFICIENTS, width)
+def rotate_back_sum_forward(z: Operand, vectors: Tensor, weight: Tensor, edges: EdgeList, width: int) -> Tensor:
+    """Launch the forward kernel for messages [E, 9 * C] or [E, 3 * C], not split, with C = `width`.
+
+    Returns sums [T, 9, C] of the edges' target range.
+    """
+    num_targets = edges.target_start.shape[0] - 1
+    out = vectors.new_empty(num_targets, NUM_COEFFICIENTS, width)
     if num_targets:
-        tile = edge_tile(width, z.element_size())
+        tile = edge_tile(width, out.element_size())
         _rotate_back_sum_kernel[(num_targets,)](
-            z,
+            z.high,
+            z.unscale,
             vectors,
             weight,
             edges.target_start,
@@ -595,7 +628,8 @@ def rotate_back_sum_forward(z: Tensor, vectors: Tensor, weight: Tensor, edges: E
             C=width,
             BLOCK_E=tile.edges,
             BLOCK_C=tile.channels,
-            M0=z.shape[1] == M_BLOCKS[0],
+            SCALED=z.unscale is not None,
+            M0=z.high.shape[1] == M_BLOCKS[0] * width,
             num_warps=tile.warps,
         )
     return out
@@ -603,38 +637,41 @@ def rotate_back_sum_forward(z: Tensor, vectors: Tensor, weight: Tensor, edges: E
 
 def rotate_back_sum_backward(
     grad: Tensor,
-    z: Tensor,
+    z: Operand,
     vectors: Tensor,
     weight: Tensor,
     edges: EdgeList,
     kind: str,
     weight_slope: Tensor | None = None,
-    z_slope: Tensor | None = None,
+    z_slope: Operand | None = None,
 ) -> tuple[Operand | None, Tensor, Tensor | None]:
     """Launch the backward kernel.
 
     Args:
         grad: gradient of the sums [N, 9, C].
+        z: messages [E, 9 * C] or [E, 3 * C], not split.
         kind: storage of the messages' gradient.
         weight_slope: dw/dd [E], to take what depends on the length into the vectors' gradient; None to return the
             weights' gradient instead.
-        z_slope: dz/dd [E, 3, C], for m = 0 messages that are functions of the length alone (needs ``weight_slope``);
-            their own gradient is then not returned.
+        z_slope: dz/dd [E, 3 * C], stored like z, for m = 0 messages that are functions of the length alone (needs
+            ``weight_slope``); their own gradient is then not returned.
 
     Returns:
-        Gradients of z (operand [E, coefficients * C]), of vectors [E, 3] and of weight [E].
+        Gradients of z (operand like z, of `kind`), of vectors [E, 3] and of weight [E].
     """
-    (num_edges, coefficients, width), chain = z.shape, weight_slope is not None
-    m0 = coefficients == M_BLOCKS[0]
-    grad_z = None if m0 and chain else empty_operand(num_edges, coefficients * width, kind, z.device)
+    (num_edges, columns), width, chain = z.high.shape, grad.shape[2], weight_slope is not None
+    m0 = columns == M_BLOCKS[0] * width
+    grad_z = None if m0 and chain else empty_operand(num_edges, columns, kind, grad.device)
     grad_vectors = torch.empty_like(vectors)
     grad_weight = None if chain else torch.empty_like(weight)
     if num_edges:
-        tile = edge_tile(width, z.element_size())
+        tile = edge_tile(width, grad.element_size())
         _rotate_back_sum_backward_kernel[(triton.cdiv(num_edges, tile.edges),)](
             grad,
-            z,
-            z_slope,
+            z.high,
+            z.unscale,
+            z_slope and z_slope.high,
+            z_slope and z_slope.unscale,
             vectors,
             weight,
             weight_slope,
@@ -648,6 +685,7 @@ def rotate_back_sum_backward(
             C=width,
             BLOCK_E=tile.edges,
             BLOCK_C=tile.channels,
+            SCALED=z.unscale is not None,
             SPLIT=SPLIT_OF_KIND[kind],
             M0=m0,
             CHAIN=chain,
@@ -661,7 +699,7 @@ class _RotateBackSum(torch.autograd.Function):
     def forward(ctx, z, vectors, weight, edges):
         ctx.save_for_backward(z, vectors, weight)
         ctx.edges = edges
-        return rotate_back_sum_forward(z, vectors, weight, edges)
+        return rotate_back_sum_forward(plain_operand(z.flatten(1)), vectors, weight, edges, z.shape[2])
 
     @staticmethod
     def backward(ctx, grad):
@@ -669,9 +707,9 @@ class _RotateBackSum(torch.autograd.Function):
         if torch.is_grad_enabled():
             function = functools.partial(_reference_sum, edges=ctx.edges)
             return (*reference_gradient(function, (z, vectors, weight), grad), None)
-        kind = "double" if z.dtype == torch.float64 else "single"
+        messages = plain_operand(z.flatten(1))
         grad_z, grad_vectors, grad_weight = rotate_back_sum_backward(
-            grad.contiguous(), z, vectors, weight, ctx.edges, kind
+            grad.contiguous(), messages, vectors, weight, ctx.edges, messages.kind
         )
         return grad_z.high.view_as(z), grad_vectors, grad_weight, None
 

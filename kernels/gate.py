@@ -17,11 +17,11 @@ from torch import Tensor
 
 from . import reference
 from ._check import check_shape
-from ._device import max_abs, power_of_two_scale, store_value
+from ._device import max_abs, power_of_two_scale, row_scale, store_value
 from ._launch import edge_tile, runs_kernels
 from .edge import reference_gradient
 from .layout import GATE_OF_M_MAJOR, NUM_COEFFICIENTS, NUM_GATES
-from .operand import SPLIT_OF_KIND, Operand, empty_operand
+from .operand import SPLIT_OF_KIND, Operand, empty_operand, plain_operand
 
 # The kernels write the m-major order out: l0, l1, l2 | l1, l2, l1, l2 | l2, l2.
 assert GATE_OF_M_MAJOR == (None, 0, 1, 0, 1, 0, 1, 1, 1)
@@ -35,6 +35,7 @@ def _sigmoid(x):
 @triton.jit(do_not_specialize=["num_edges"])
 def _gate_kernel(
     x,
+    x_unscale,
     high,
     low,
     unscale,
@@ -42,6 +43,7 @@ def _gate_kernel(
     H: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    SCALED: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
     """y[l0] = v sigmoid(v); y[l, m] = v sigmoid(p_l), for a tile of edges."""
@@ -50,18 +52,19 @@ def _gate_kernel(
     m_e = edges < num_edges
     mask = m_e & (channels < H)
     at = x + edges * (11 * H) + channels
-    p1 = _sigmoid(tl.load(at, mask=mask, other=0.0))
-    p2 = _sigmoid(tl.load(at + H, mask=mask, other=0.0))
-    v0 = tl.load(at + 2 * H, mask=mask, other=0.0)
+    u = row_scale(x_unscale, edges, m_e, SCALED)
+    p1 = _sigmoid(tl.load(at, mask=mask, other=0.0) * u)
+    p2 = _sigmoid(tl.load(at + H, mask=mask, other=0.0) * u)
+    v0 = tl.load(at + 2 * H, mask=mask, other=0.0) * u
     y0 = v0 * _sigmoid(v0)
-    y1 = p1 * tl.load(at + 3 * H, mask=mask, other=0.0)
-    y2 = p2 * tl.load(at + 4 * H, mask=mask, other=0.0)
-    y3 = p1 * tl.load(at + 5 * H, mask=mask, other=0.0)
-    y4 = p2 * tl.load(at + 6 * H, mask=mask, other=0.0)
-    y5 = p1 * tl.load(at + 7 * H, mask=mask, other=0.0)
-    y6 = p2 * tl.load(at + 8 * H, mask=mask, other=0.0)
-    y7 = p2 * tl.load(at + 9 * H, mask=mask, other=0.0)
-    y8 = p2 * tl.load(at + 10 * H, mask=mask, other=0.0)
+    y1 = p1 * u * tl.load(at + 3 * H, mask=mask, other=0.0)
+    y2 = p2 * u * tl.load(at + 4 * H, mask=mask, other=0.0)
+    y3 = p1 * u * tl.load(at + 5 * H, mask=mask, other=0.0)
+    y4 = p2 * u * tl.load(at + 6 * H, mask=mask, other=0.0)
+    y5 = p1 * u * tl.load(at + 7 * H, mask=mask, other=0.0)
+    y6 = p2 * u * tl.load(at + 8 * H, mask=mask, other=0.0)
+    y7 = p2 * u * tl.load(at + 9 * H, mask=mask, other=0.0)
+    y8 = p2 * u * tl.load(at + 10 * H, mask=mask, other=0.0)
     scale = 1.0
     if SPLIT > 0:
         scale, inverse = power_of_two_scale(max_abs(y0, y1, y2, y3, y4, y5, y6, y7, y8))
@@ -81,7 +84,9 @@ def _gate_kernel(
 @triton.jit(do_not_specialize=["num_edges"])
 def _gate_backward_kernel(
     grad,
+    grad_unscale,
     x,
+    x_unscale,
     high,
     low,
     unscale,
@@ -89,6 +94,7 @@ def _gate_backward_kernel(
     H: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    SCALED: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
     """d v0 = g s (1 + v (1 - s)), s = sigmoid(v); d v = g sigmoid(p); d p = sigmoid'(p) sum over m of g v."""
@@ -98,19 +104,21 @@ def _gate_backward_kernel(
     mask = m_e & (channels < H)
     at = x + edges * (11 * H) + channels
     g_at = grad + edges * (9 * H) + channels
-    p1 = _sigmoid(tl.load(at, mask=mask, other=0.0))
-    p2 = _sigmoid(tl.load(at + H, mask=mask, other=0.0))
-    v0 = tl.load(at + 2 * H, mask=mask, other=0.0)
+    u = row_scale(x_unscale, edges, m_e, SCALED)
+    g_u = row_scale(grad_unscale, edges, m_e, SCALED)
+    p1 = _sigmoid(tl.load(at, mask=mask, other=0.0) * u)
+    p2 = _sigmoid(tl.load(at + H, mask=mask, other=0.0) * u)
+    v0 = tl.load(at + 2 * H, mask=mask, other=0.0) * u
     s = _sigmoid(v0)
-    g0 = tl.load(g_at, mask=mask, other=0.0) * s * (1.0 + v0 * (1.0 - s))
-    g1 = tl.load(g_at + H, mask=mask, other=0.0)
-    g2 = tl.load(g_at + 2 * H, mask=mask, other=0.0)
-    g3 = tl.load(g_at + 3 * H, mask=mask, other=0.0)
-    g4 = tl.load(g_at + 4 * H, mask=mask, other=0.0)
-    g5 = tl.load(g_at + 5 * H, mask=mask, other=0.0)
-    g6 = tl.load(g_at + 6 * H, mask=mask, other=0.0)
-    g7 = tl.load(g_at + 7 * H, mask=mask, other=0.0)
-    g8 = tl.load(g_at + 8 * H, mask=mask, other=0.0)
+    g0 = tl.load(g_at, mask=mask, other=0.0) * g_u * s * (1.0 + v0 * (1.0 - s))
+    g1 = tl.load(g_at + H, mask=mask, other=0.0) * g_u
+    g2 = tl.load(g_at + 2 * H, mask=mask, other=0.0) * g_u
+    g3 = tl.load(g_at + 3 * H, mask=mask, other=0.0) * g_u
+    g4 = tl.load(g_at + 4 * H, mask=mask, other=0.0) * g_u
+    g5 = tl.load(g_at + 5 * H, mask=mask, other=0.0) * g_u
+    g6 = tl.load(g_at + 6 * H, mask=mask, other=0.0) * g_u
+    g7 = tl.load(g_at + 7 * H, mask=mask, other=0.0) * g_u
+    g8 = tl.load(g_at + 8 * H, mask=mask, other=0.0) * g_u
     q1 = g1 * tl.load(at + 3 * H, mask=mask, other=0.0)
     q2 = g2 * tl.load(at + 4 * H, mask=mask, other=0.0)
     q1 += g3 * tl.load(at + 5 * H, mask=mask, other=0.0)
@@ -119,8 +127,8 @@ def _gate_backward_kernel(
     q2 += g6 * tl.load(at + 8 * H, mask=mask, other=0.0)
     q2 += g7 * tl.load(at + 9 * H, mask=mask, other=0.0)
     q2 += g8 * tl.load(at + 10 * H, mask=mask, other=0.0)
-    q1 *= p1 * (1.0 - p1)
-    q2 *= p2 * (1.0 - p2)
+    q1 *= u * p1 * (1.0 - p1)
+    q2 *= u * p2 * (1.0 - p2)
     g1, g3, g5 = g1 * p1, g3 * p1, g5 * p1
     g2, g4, g6, g7, g8 = g2 * p2, g4 * p2, g6 * p2, g7 * p2, g8 * p2
     scale = 1.0
@@ -143,41 +151,51 @@ def _gate_backward_kernel(
     store_value(high, low, at + 10 * H, mask, g8, scale, SPLIT)
 
 
-def gate_forward(x: Tensor, width: int, kind: str) -> Operand:
-    """Launch the forward kernel on rows [E, 11 * H]; the result is an operand [E, 9 * H]."""
-    out = empty_operand(x.shape[0], NUM_COEFFICIENTS * width, kind, x.device)
-    if x.shape[0]:
-        tile = edge_tile(width, x.element_size())
-        _gate_kernel[(triton.cdiv(x.shape[0], tile.edges),)](
-            x,
+def gate_forward(x: Operand, width: int, kind: str) -> Operand:
+    """Launch the forward kernel on rows [E, 11 * H], not split; the result [E, 9 * H] is of the given kind."""
+    num_edges = x.high.shape[0]
+    out = empty_operand(num_edges, NUM_COEFFICIENTS * width, kind, x.high.device)
+    if num_edges:
+        tile = edge_tile(width, x.itemsize)
+        _gate_kernel[(triton.cdiv(num_edges, tile.edges),)](
+            x.high,
+            x.unscale,
             out.high,
             out.low,
             out.unscale,
-            x.shape[0],
+            num_edges,
             H=width,
             BLOCK_E=tile.edges,
             BLOCK_H=tile.channels,
+            SCALED=x.unscale is not None,
             SPLIT=SPLIT_OF_KIND[kind],
             num_warps=tile.warps,
         )
     return out
 
 
-def gate_backward(grad: Tensor, x: Tensor, width: int, kind: str) -> Operand:
-    """Launch the backward kernel on rows [E, 9 * H] and [E, 11 * H]; the result is an operand [E, 11 * H]."""
-    out = empty_operand(x.shape[0], (NUM_GATES + NUM_COEFFICIENTS) * width, kind, x.device)
-    if x.shape[0]:
-        tile = edge_tile(width, x.element_size())
-        _gate_backward_kernel[(triton.cdiv(x.shape[0], tile.edges),)](
-            grad,
-            x,
+def gate_backward(grad: Operand, x: Operand, width: int, kind: str) -> Operand:
+    """Launch the backward kernel on rows [E, 9 * H] and [E, 11 * H], stored alike and not split.
+
+    The result [E, 11 * H] is of the given kind.
+    """
+    num_edges = x.high.shape[0]
+    out = empty_operand(num_edges, (NUM_GATES + NUM_COEFFICIENTS) * width, kind, x.high.device)
+    if num_edges:
+        tile = edge_tile(width, x.itemsize)
+        _gate_backward_kernel[(triton.cdiv(num_edges, tile.edges),)](
+            grad.high,
+            grad.unscale,
+            x.high,
+            x.unscale,
             out.high,
             out.low,
             out.unscale,
-            x.shape[0],
+            num_edges,
             H=width,
             BLOCK_E=tile.edges,
             BLOCK_H=tile.channels,
+            SCALED=x.unscale is not None,
             SPLIT=SPLIT_OF_KIND[kind],
             num_warps=tile.warps,
         )
@@ -188,16 +206,16 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
-        kind = "double" if x.dtype == torch.float64 else "single"
-        return gate_forward(x.flatten(1), x.shape[2], kind).high.view(-1, NUM_COEFFICIENTS, x.shape[2])
+        rows = plain_operand(x.flatten(1))
+        return gate_forward(rows, x.shape[2], rows.kind).high.view(-1, NUM_COEFFICIENTS, x.shape[2])
 
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         if torch.is_grad_enabled():
             return reference_gradient(reference.gate, (x,), grad)
-        kind = "double" if x.dtype == torch.float64 else "single"
-        return gate_backward(grad.contiguous().flatten(1), x.flatten(1), x.shape[2], kind).high.view_as(x)
+        rows, grads = plain_operand(x.flatten(1)), plain_operand(grad.contiguous().flatten(1))
+        return gate_backward(grads, rows, x.shape[2], rows.kind).high.view_as(x)
 
 
 def gate(x: Tensor) -> Tensor:

@@ -20,10 +20,10 @@ from torch import Tensor
 from . import reference
 from ._check import check_shape
 from ._launch import matmul_tile, runs_kernels
-from .operand import SPLIT_OF_KIND, Operand, ieee_products, to_operand
+from .operand import HALF_TOP, SPLIT_OF_KIND, Operand, empty_operand, ieee_products, plain_operand, to_operand
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["x_unscale"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["x_unscale", "out_unscale"])
 def _block_linear_kernel(
     x_high,
     x_low,
@@ -31,8 +31,10 @@ def _block_linear_kernel(
     w_high,
     w_low,
     w_unscale,
+    w_bound,
     bias,
     out,
+    out_unscale,
     num_rows,
     K0: tl.constexpr,
     K1: tl.constexpr,
@@ -44,6 +46,7 @@ def _block_linear_kernel(
     EVEN_K: tl.constexpr,
     SPLIT: tl.constexpr,
     BIAS: tl.constexpr,
+    HALF: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -90,13 +93,20 @@ def _block_linear_kernel(
             wl = tl.load(w_low + w_offset + k, mask=w_mask, other=0.0)
             sums = tl.dot(xl, wh, sums)
             sums = tl.dot(xh, wl, sums)
-    sums *= tl.load(x_unscale + rows, mask=m_m, other=0.0)[:, None]
+    unscale = tl.load(x_unscale + rows, mask=m_m, other=1.0)
+    sums *= unscale[:, None]
     sums *= tl.load(w_unscale + o_first + columns, mask=m_n, other=0.0)[None, :]
     if BIAS:
         biased = tl.where(in_1, 0, width)  # the first block alone
         sums += tl.load(bias + columns, mask=columns < biased, other=0.0)[None, :]
     o_offset = rows[:, None] * (N0 + N1 + N2) + o_first + columns[None, :]
-    tl.store(out + o_offset, sums, mask=m_m[:, None] & m_n[None, :])
+    if HALF:
+        # No maximum over the row is needed: the scale follows from a bound on what the weights can make of it.
+        unscale = tl.maximum(unscale * tl.load(w_bound), tl.load(w_bound + 1))
+        sums *= (1.0 / unscale)[:, None]
+        if i_tile == 0:
+            tl.store(out_unscale + rows, unscale, mask=m_m)
+    tl.store(out + o_offset, sums.to(out.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
 
 
 @dataclass(frozen=True)
@@ -108,14 +118,18 @@ class BlockWeights:
         matrices: the weights as they came, [K_b, N_b].
         bias: [N_0] or None.
         forward, backward: flat operands of all W_b^T and of all W_b; None where the library multiplies ``matrices``.
+        forward_bound, backward_bound: powers of two [2]: how much larger than a row's largest entry a product can be,
+            and the bias in units of the largest half that is stored.
     """
 
     kind: str
     shapes: tuple[tuple[int, int], ...]
     matrices: tuple[Tensor, ...]
     bias: Tensor | None
-    forward: Operand | None
-    backward: Operand | None
+    forward: Operand | None = None
+    backward: Operand | None = None
+    forward_bound: Tensor | None = None
+    backward_bound: Tensor | None = None
 
 
 def block_weights(matrices: list[Tensor], bias: Tensor | None, kind: str) -> BlockWeights:
@@ -125,9 +139,27 @@ def block_weights(matrices: list[Tensor], bias: Tensor | None, kind: str) -> Blo
     kept = tuple(m.to(dtype) for m in matrices)
     bias = None if bias is None else bias.to(dtype).contiguous()
     if kind in ("double", "single") or not runs_kernels(kept[0]):
-        return BlockWeights(kind, shapes, kept, bias, None, None)
-    forward = _join([to_operand(m.T, kind) for m in matrices])
-    return BlockWeights(kind, shapes, kept, bias, forward, _join([to_operand(m, kind) for m in matrices]))
+        return BlockWeights(kind, shapes, kept, bias)
+    forward, backward = ([m.T for m in kept], list(kept))
+    return BlockWeights(
+        kind,
+        shapes,
+        kept,
+        bias,
+        *(_join([to_operand(m, kind) for m in rows]) for rows in (forward, backward)),
+        *(_bound(rows, b) for rows, b in ((forward, bias), (backward, None))),
+    )
+
+
+def _bound(rows: list[Tensor], bias: Tensor | None) -> Tensor:
+    """Powers of two at or above the largest sum of absolute weights of an output, and the bias over the largest half.
+
+    `rows` hold the weights of one output each.
+    """
+    growth = torch.stack([m.abs().sum(dim=1).amax() for m in rows]).amax()
+    shift = growth.new_zeros(()) if bias is None or bias.numel() == 0 else bias.abs().amax() / HALF_TOP
+    bounds = torch.stack([growth, shift]).clamp(min=2.0**-100)
+    return torch.ldexp(torch.ones_like(bounds), torch.frexp(bounds).exponent)
 
 
 def _join(parts: list[Operand]) -> Operand:
@@ -140,26 +172,30 @@ def _join(parts: list[Operand]) -> Operand:
     return Operand(parts[0].kind, joined("high"), joined("low"), joined("unscale"))
 
 
-def block_matmul(x: Operand, weights: BlockWeights, transposed: bool = False, biased: bool = True) -> Tensor:
+def block_matmul(
+    x: Operand, weights: BlockWeights, transposed: bool = False, biased: bool = True, half: bool = False
+) -> Operand:
     """Multiply an operand [M, sum K_b] by the weights, or an output gradient [M, sum N_b] by their transposes.
 
     Returns:
-        [M, sum N_b] (with the bias, if ``biased``), or [M, sum K_b] for ``transposed``; float64 for "double", else
-        float32.
+        [M, sum N_b] (with the bias, if ``biased``), or [M, sum K_b] for ``transposed``; kind "double" for "double",
+        else "single", or "half" where ``half`` asks for it.
     """
     bias = weights.bias if biased and not transposed else None
     if weights.forward is None:
         matrices = [m.T for m in weights.matrices] if transposed else list(weights.matrices)
         with ieee_products():
-            return reference.block_linear(x.dense(), matrices, bias)
+            out = plain_operand(reference.block_linear(x.dense(), matrices, bias))
+        return to_operand(out.high, "half") if half else out
     shapes = [(n, k) for k, n in weights.shapes] if transposed else list(weights.shapes)
     w = weights.backward if transposed else weights.forward
+    bound = weights.backward_bound if transposed else weights.forward_bound
     rows, columns = x.high.shape[0], sum(n for _, n in shapes)
-    out = torch.empty(rows, columns, dtype=torch.float32, device=x.high.device)
+    out = empty_operand(rows, columns, "half" if half else "single", x.high.device)
     if rows == 0:
         return out
     (k0, n0), (k1, n1), (k2, n2) = shapes + [(0, 0)] * (3 - len(shapes))
-    tile = matmul_tile(rows, max(n for _, n in shapes), x.kind, out.device)
+    tile = matmul_tile(rows, max(k0, k1, k2), max(n0, n1, n2), x.kind, x.high.device)
     tiles = sum(triton.cdiv(n, tile.n) for _, n in shapes)
     _block_linear_kernel[(triton.cdiv(rows, tile.m) * tiles,)](
         x.high,
@@ -168,8 +204,10 @@ def block_matmul(x: Operand, weights: BlockWeights, transposed: bool = False, bi
         w.high,
         w.low,
         w.unscale,
+        bound,
         bias,
-        out,
+        out.high,
+        out.unscale,
         rows,
         K0=k0,
         K1=k1,
@@ -181,6 +219,7 @@ def block_matmul(x: Operand, weights: BlockWeights, transposed: bool = False, bi
         EVEN_K=all(k % tile.k == 0 for k in (k0, k1, k2)),
         SPLIT=SPLIT_OF_KIND[x.kind],
         BIAS=bias is not None,
+        HALF=half,
         BLOCK_M=tile.m,
         BLOCK_N=tile.n,
         BLOCK_K=tile.k,
@@ -196,7 +235,7 @@ class _BlockLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weights, transposed, biased):
         ctx.weights, ctx.transposed = weights, transposed
-        return block_matmul(to_operand(x, weights.kind), weights, transposed, biased)
+        return block_matmul(to_operand(x, weights.kind), weights, transposed, biased).high
 
     @staticmethod
     def backward(ctx, grad):

@@ -27,7 +27,8 @@ KINDS = ("double", "single", "split", "half")
 SPLIT_OF_KIND = {"double": 0, "single": 0, "half": 1, "split": 2}
 """The storage that kernels call SPLIT: 0 as it is, 1 one half, 2 two halves."""
 
-_HALF_TOP = 2048.0
+HALF_TOP = 2048.0
+"""The largest entry of a row stored as halves lies in [HALF_TOP, 2 HALF_TOP)."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ class Operand:
     high: Tensor
     low: Tensor | None = None
     unscale: Tensor | None = None
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in the arithmetic on these rows: 8 for float64, else 4."""
+        return max(4, self.high.element_size())
 
     def dense(self) -> Tensor:
         """The stored numbers, in float32 or float64."""
@@ -64,13 +70,18 @@ def empty_operand(rows: int, columns: int, kind: str, device: torch.device) -> O
     return Operand(kind, high, low, torch.empty(rows, 1, dtype=torch.float32, device=device))
 
 
+def plain_operand(matrix: Tensor) -> Operand:
+    """A float32 or float64 matrix [M, K] as an operand, as it is."""
+    return Operand("double" if matrix.dtype == torch.float64 else "single", matrix)
+
+
 def to_operand(matrix: Tensor, kind: str) -> Operand:
     """Store a matrix [M, K] for products of the given kind, with one scale for each row."""
     if kind in ("double", "single"):
         return Operand(kind, matrix.to(torch.float64 if kind == "double" else torch.float32).contiguous())
     value = matrix.float()
     largest = value.abs().amax(dim=1, keepdim=True).clamp(min=2.0**-100)
-    scale = torch.ldexp(torch.full_like(largest, 2 * _HALF_TOP), -torch.frexp(largest).exponent)
+    scale = torch.ldexp(torch.full_like(largest, 2 * HALF_TOP), -torch.frexp(largest).exponent)
     scaled = value * scale
     high = scaled.half()
     low = (scaled - high.float()).half() if kind == "split" else None
