@@ -3,10 +3,11 @@
     python benchmarks/ops.py --out ROWS.jsonl
     python benchmarks/ops.py --out ROWS.jsonl --ops first_linear second_linear --kinds split half
 
-What runs is what one layer of the engine launches: results are stored as operands of each kind, backward passes take
-the derivatives of the radial weights and of the envelope along. Beside it stands the formula of kernels/reference.py in
-float32, for a backward pass autograd's part of it alone; beside the block linears, torch's products of the blocks in
-float16, TF32 and IEEE float32, left unjoined. Inputs are random, edges are real.
+What runs is what one layer of the engine launches: operands of products are stored in each kind, what products put out
+as halves or in float32, and backward passes take the derivatives of the radial weights and of the envelope along.
+Beside it stands the formula of kernels/reference.py in float32, for a backward pass autograd's part of it alone; beside
+the block linears, torch's products of the blocks in float16, TF32 and IEEE float32, left unjoined. Inputs are random,
+edges are real.
 
 Times are those between CUDA events around each call, with the L2 cache flushed before (triton.testing.do_bench): device
 time for all but `neighbour_list`, where the GPU waits for the host. Operations shorter than a launch are replayed from
@@ -107,9 +108,17 @@ class Problem:
         change = vectors.norm(dim=1) - self.distances.to(vectors.dtype)
         return value.to(vectors) + slope.to(vectors) * change.view(-1, *[1] * (value.dim() - 1))
 
-    def ways(self, fused: Callable[[str], Call], plain: Callable[[], Call]) -> list[Way]:
-        """The kernels in each kind, and the formula in float32."""
-        ours = [Way("fastuma", kind, functools.partial(fused, kind)) for kind in self.kinds]
+    def between(self, matrix: Tensor, kind: str) -> Operand:
+        """Rows [M, ...] as a product of this kind leaves them to the kernel that reads them."""
+        return to_operand(matrix.flatten(1), "half" if kind == "half" else "single")
+
+    def ways(self, fused: Callable[[str], Call], plain: Callable[[], Call], reads_only: bool = False) -> list[Way]:
+        """The kernels in each kind, and the formula in float32.
+
+        Kernels that write no operand differ by what they read alone: halves, or float32 (`reads_only`).
+        """
+        kinds = [{"split": "single"}.get(kind, kind) for kind in self.kinds] if reads_only else self.kinds
+        ours = [Way("fastuma", kind, functools.partial(fused, kind)) for kind in dict.fromkeys(kinds)]
         return [*ours, Way("torch", "float32", plain)]
 
 
@@ -137,12 +146,19 @@ def gather_rotate_scale(p: Problem) -> Iterator[Op]:
         return formula(x, vectors, p.along(radial, slope, vectors))
 
     def fused(kind: str) -> Call:
-        return lambda: (gather_rotate_scale_forward(x, p.vectors, radial, p.edges, kind),)
+        stored = p.between(radial, kind)
+        return lambda: (gather_rotate_scale_forward(x, p.vectors, stored, p.edges, kind),)
 
-    def fused_backward() -> tuple[Tensor, ...]:
-        grad_x = x.new_empty(2, *x.shape)
-        grad_vectors, _ = gather_rotate_scale_backward(grad, x, p.vectors, radial, slope, p.edges, grad_x)
-        return grad_x[0] + grad_x[1], grad_vectors
+    def fused_backward(kind: str) -> Call:
+        stored = [p.between(t, kind) for t in (grad, radial, slope)]
+
+        def call() -> tuple[Tensor, ...]:
+            grad_x = x.new_empty(2, *x.shape)
+            grads, weights, slopes = stored
+            grad_vectors, _ = gather_rotate_scale_backward(grads, x, p.vectors, weights, slopes, p.edges, grad_x)
+            return grad_x[0] + grad_x[1], grad_vectors
+
+        return call
 
     yield Op(
         "gather_rotate_scale",
@@ -152,10 +168,7 @@ def gather_rotate_scale(p: Problem) -> Iterator[Op]:
     yield Op(
         "gather_rotate_scale_backward",
         lambda: backward(chained, double(x, p.vectors), grad.double())(),
-        [
-            Way("fastuma", "float32", lambda: fused_backward),
-            Way("torch", "float32", lambda: backward(chained, (x, p.vectors), grad)),
-        ],
+        p.ways(fused_backward, lambda: backward(chained, (x, p.vectors), grad), reads_only=True),
     )
 
 
@@ -171,16 +184,18 @@ def rotate_back_sum(p: Problem) -> Iterator[Op]:
     def chained(z: Tensor, vectors: Tensor) -> Tensor:
         return formula(z, vectors, p.along(weight, slope, vectors))
 
+    def fused(kind: str) -> Call:
+        stored = p.between(z, kind)
+        return lambda: (rotate_back_sum_forward(stored, p.vectors, weight, p.edges, p.channels),)
+
     def fused_backward(kind: str) -> Call:
-        return lambda: rotate_back_sum_backward(grad, z, p.vectors, weight, p.edges, kind, slope)[:2]
+        stored = p.between(z, kind)
+        return lambda: rotate_back_sum_backward(grad, stored, p.vectors, weight, p.edges, kind, slope)[:2]
 
     yield Op(
         "rotate_back_sum",
         lambda: (formula(*double(z, p.vectors, weight)),),
-        [
-            Way("fastuma", "float32", lambda: lambda: (rotate_back_sum_forward(z, p.vectors, weight, p.edges),)),
-            Way("torch", "float32", lambda: lambda: (formula(z, p.vectors, weight),)),
-        ],
+        p.ways(fused, lambda: lambda: (formula(z, p.vectors, weight),), reads_only=True),
     )
     yield Op(
         "rotate_back_sum_backward",
@@ -195,10 +210,12 @@ def gate(p: Problem) -> Iterator[Op]:
     grad = p.random(p.num_edges, NUM_COEFFICIENTS * width)
 
     def fused(kind: str) -> Call:
-        return lambda: (gate_forward(x.flatten(1), width, kind),)
+        stored = p.between(x, kind)
+        return lambda: (gate_forward(stored, width, kind),)
 
     def fused_backward(kind: str) -> Call:
-        return lambda: (gate_backward(grad, x.flatten(1), width, kind),)
+        stored, grads = p.between(x, kind), p.between(grad, kind)
+        return lambda: (gate_backward(grads, stored, width, kind),)
 
     yield Op(
         "gate",
@@ -238,7 +255,7 @@ def so2_linear(p: Problem, name: str, extra: int, before: int, after: int) -> It
 
         def fused(kind: str) -> Call:
             operand, weights = to_operand(x, kind), block_weights(matrices, bias, kind)
-            return lambda: (block_matmul(operand, weights, transposed),)
+            return lambda: (block_matmul(operand, weights, transposed, half=kind == "half"),)
 
         def products(dtype: torch.dtype, tf32: bool = False) -> Call:
             sizes = [m.shape[0] for m in blocks]
@@ -303,10 +320,11 @@ def radial(p: Problem) -> Iterator[Op]:
         network = Radial(pair_bias, layers(torch.float32), table)
         weights = block_weights([last], last_bias, kind)
 
-        def call() -> tuple[Tensor, ...]:
+        def call() -> tuple[Operand, ...]:
             hidden, slope = network.hidden(p.distances, pair, kind, with_slope)
-            value = block_matmul(hidden, weights)
-            return (value,) if slope is None else (value, block_matmul(slope, weights, biased=False))
+            half = kind == "half"
+            value = block_matmul(hidden, weights, half=half)
+            return (value,) if slope is None else (value, block_matmul(slope, weights, biased=False, half=half))
 
         return call
 
