@@ -278,7 +278,8 @@ def atomwise(
     Args:
         x: [N, 9, C], l-major.
         gates: [C, 2H], columns of l = 1, then of l = 2; gates_bias: [2H].
-        first: [C, H] of each degree; first_bias: [H], on l = 0. second: [H, C] of each degree; second_bias: [C], on l = 0.
+        first: [C, H] of each degree; second: [H, C] of each degree.
+        first_bias: [H], second_bias: [C], both on l = 0.
 
     Returns:
         [N, 9, C].
