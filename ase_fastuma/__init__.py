@@ -10,17 +10,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ase_fastuma.batch import EvaluationError, evaluate
     from ase_fastuma.calculator import FastUMACalculator
     from ase_fastuma.checkpoint import Checkpoint, load_checkpoint
     from ase_fastuma.settings import Settings
 
 __version__ = "0.1.0"
-__all__ = ["Checkpoint", "FastUMACalculator", "Settings", "__version__", "load_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "EvaluationError",
+    "FastUMACalculator",
+    "Settings",
+    "__version__",
+    "evaluate",
+    "load_checkpoint",
+]
 
 _HOME = {
     "Checkpoint": "ase_fastuma.checkpoint",
+    "EvaluationError": "ase_fastuma.batch",
     "FastUMACalculator": "ase_fastuma.calculator",
     "Settings": "ase_fastuma.settings",
+    "evaluate": "ase_fastuma.batch",
     "load_checkpoint": "ase_fastuma.checkpoint",
 }
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Protocol
 from weakref import WeakValueDictionary
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
 
     from ase_fastuma.checkpoint import Checkpoint
@@ -33,6 +35,23 @@ class Backend(Protocol):
         | stress | [3, 3] | eV/A^3, for the volume of `system.cell`; tension positive |
         | hessian | [3 N, 3 N] | eV/A^2, where the backend offers it |
         """
+        ...
+
+    def evaluate_many(self, systems: Sequence[System], properties: frozenset[str]) -> list[dict[str, np.ndarray]]:
+        """What `evaluate` gives for each of the systems, in order, from one pass over all of them.
+
+        They may differ in everything, task included; a property that is not among those of a system's task is missing
+        from its results. Not for Hessians. Raises what `evaluate` raises, where a single system is at fault for all;
+        `evaluation.evaluate_packed` fills passes and sorts out what fails.
+        """
+        ...
+
+    def footprint(self, system: System) -> int:
+        """Bytes that the system is estimated to take in a pass of `evaluate_many`."""
+        ...
+
+    def pass_memory(self) -> int:
+        """Bytes that a pass of `evaluate_many` should take at most, as things stand."""
         ...
 
     def describe(self) -> dict[str, str]:

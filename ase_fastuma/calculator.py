@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from ase import Atoms
 from ase.calculators.calculator import Calculator, PropertyNotImplementedError, all_changes
-from ase.stress import full_3x3_to_voigt_6_stress
 
 from ase_fastuma import __version__
 from ase_fastuma.backend import Backend, open_backend
 from ase_fastuma.checkpoint import Checkpoint, load_checkpoint
+from ase_fastuma.evaluation import Request, evaluate_one
 from ase_fastuma.report import report
 from ase_fastuma.selection import Selection, select, unsupported_by_fused
 from ase_fastuma.settings import BackendChoice, Precision, Settings, integral
@@ -141,8 +141,7 @@ class FastUMACalculator(Calculator):
             device = _device(self._settings.device)
             settings = dataclasses.replace(self._settings, device=str(device))
             checkpoint = load_checkpoint(settings.model, settings.trust_checkpoint)
-            if settings.task is not None and settings.task not in checkpoint.tasks:
-                raise ValueError(f"task: expected one of {sorted(checkpoint.tasks)}, got {settings.task!r}")
+            _check_task(settings.task, checkpoint)
             selection = select(checkpoint.architecture, device, settings)
             if selection.name == "general" and settings.backend == "auto":
                 # Expected on a CPU; elsewhere the user would wonder why it is slow.
@@ -197,24 +196,16 @@ class FastUMACalculator(Calculator):
             raise ValueError("atoms: expected a structure, got None before any evaluation")
         running = self._start()
         state = self._state(atoms)
-        system = self._system(atoms, *state)
-        wanted = {"energy", "energies", "forces"} | ({"stress"} if _has_volume(atoms) else set())
-        if running.checkpoint.architecture.direct_forces:
-            wanted &= {"energy", "energies", *running.checkpoint.tasks[system.task].properties}
+        request = self._request(atoms, *state)
         for name in properties:
-            if name not in wanted and name != "free_energy":
-                raise PropertyNotImplementedError(_why_not(name, system.task, running.checkpoint))
+            if name not in request.properties and name != "free_energy":
+                raise PropertyNotImplementedError(why_not(name, request.system.task, running.checkpoint))
 
         self.atoms, self.results = None, {}
         key = (state, *(array.tobytes() for array in (atoms.numbers, atoms.positions, atoms.cell.array, atoms.pbc)))
         results = self._recent.pop(key, None)
         if results is None:
-            results = _evaluate(running.backend, system, frozenset(wanted))
-            energy = float(results.pop("energy"))
-            if "stress" in results:
-                # The backend's cell has open axes of its own; the user's stress refers to the user's volume.
-                results["stress"] = full_3x3_to_voigt_6_stress(results["stress"] * (system.volume / atoms.cell.volume))
-            results = {"energy": energy, "free_energy": energy, **results}
+            results = evaluate_one(running.backend, request)
         self._keep(key, results)
         self.atoms = Atoms(numbers=atoms.numbers, positions=atoms.positions, cell=atoms.cell, pbc=atoms.pbc)
         self.parameters |= dict(zip(("task", "charge", "spin"), state, strict=True))
@@ -239,11 +230,12 @@ class FastUMACalculator(Calculator):
             raise ValueError("atoms: expected a structure, got None before any evaluation")
         checkpoint, settings, device, *_ = self._start()
         if checkpoint.architecture.direct_forces:
-            raise PropertyNotImplementedError(_why_not("hessian", self._state(atoms)[0], checkpoint))
-        request = frozenset({"hessian"})
-        selection = select(checkpoint.architecture, device, settings, request)
+            raise PropertyNotImplementedError(why_not("hessian", self._state(atoms)[0], checkpoint))
+        wanted = frozenset({"hessian"})
+        selection = select(checkpoint.architecture, device, settings, wanted)
         backend = open_backend(selection.name, checkpoint, settings)
-        return _evaluate(backend, self._system(atoms, *self._state(atoms)), request)["hessian"]
+        request = dataclasses.replace(self._request(atoms, *self._state(atoms)), properties=wanted)
+        return evaluate_one(backend, request)["hessian"]
 
     def todict(self, skip_default: bool = True) -> dict[str, Any]:
         """The settings in force, as trajectories and databases record them."""
@@ -254,10 +246,11 @@ class FastUMACalculator(Calculator):
 
     # ------------------------------------------------------------------------------------------------ atoms to system
 
-    def _state(self, atoms: Atoms) -> tuple[str, int, int]:
+    def _state(self, atoms: Atoms, task: str | None = None) -> tuple[str, int, int]:
         """Task, charge and spin of a structure: from the arguments, else `atoms.info`, else the task's defaults."""
         checkpoint = self._start().checkpoint
-        task = self._settings.task or self._guess_task(atoms, checkpoint)
+        _check_task(task, checkpoint)
+        task = task or self._settings.task or self._guess_task(atoms, checkpoint)
         molecular = checkpoint.architecture.dataset_mapping.get(task, task) == "omol"
         values = []
         for name, default in (("charge", 0), ("spin", 1 if molecular else 0)):
@@ -285,10 +278,18 @@ class FastUMACalculator(Calculator):
         self._say(f"task {task!r}, since {'something' if atoms.pbc.any() else 'nothing'} is periodic")
         return task
 
-    def _system(self, atoms: Atoms, task: str, charge: int, spin: int) -> System:
+    def _request(self, atoms: Atoms, task: str, charge: int, spin: int) -> Request:
+        """A structure with all properties that it has; see `System.from_atoms` for what is refused."""
         if len(atoms) == 1 and not atoms.pbc.any():
             self._say("the energy of an isolated atom is an extrapolation of the model, no reference energy", warn=True)
-        return System.from_atoms(atoms, task, charge, spin, self._start().checkpoint.architecture.cutoff)
+        checkpoint = self._start().checkpoint
+        system = System.from_atoms(atoms, task, charge, spin, checkpoint.architecture.cutoff)
+        # Stress means something for a periodic structure with a volume.
+        volume = float(atoms.cell.volume) if atoms.pbc.any() else 0.0
+        properties = frozenset({"energy", "energies", "forces"} | ({"stress"} if volume else set()))
+        if checkpoint.architecture.direct_forces:
+            properties &= {"energy", "energies", *checkpoint.tasks[task].properties}
+        return Request(system, properties, volume)
 
     # ------------------------------------------------------------------------------------------------ copies
 
@@ -329,28 +330,14 @@ def _device(name: str | None) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _has_volume(atoms: Atoms) -> bool:
-    """Whether stress means something: a periodic structure with a volume."""
-    return bool(atoms.pbc.any()) and atoms.cell.volume > 0
+def _check_task(task: str | None, checkpoint: Checkpoint) -> None:
+    if task is not None and task not in checkpoint.tasks:
+        raise ValueError(f"task: expected one of {sorted(checkpoint.tasks)}, got {task!r}")
 
 
-def _why_not(name: str, task: str, checkpoint: Checkpoint) -> str:
+def why_not(name: str, task: str, checkpoint: Checkpoint) -> str:
+    """Why a structure of the task has no such property."""
     if name == "stress" and not checkpoint.architecture.direct_forces:
         return "stress: expected a periodic structure whose cell has a volume"
     offered = ", ".join(checkpoint.tasks[task].properties)
     return f"{name}: not among the properties of task {task!r} of {checkpoint.path.name} ({offered})"
-
-
-def _evaluate(backend: Backend, system: System, properties: frozenset[str]) -> dict[str, np.ndarray]:
-    """Evaluate, and turn what goes wrong on a device or in the weights into errors that say so."""
-    try:
-        results = backend.evaluate(system, properties)
-    except torch.OutOfMemoryError as error:
-        raise MemoryError(
-            f"out of device memory for {len(system.numbers)} atoms; a smaller structure, or general mode with "
-            "activation_checkpointing=True, needs less"
-        ) from error
-    for name, value in results.items():
-        if not np.isfinite(value).all():
-            raise FloatingPointError(f"{name}: expected finite numbers from the model, got NaN or infinity")
-    return results

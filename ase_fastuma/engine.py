@@ -31,7 +31,7 @@ from ase_fastuma.kernels.radial import NUM_KNOTS, Radial, tabulate
 from ase_fastuma.replay import EdgeInputs, Replays, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Sequence
 
     from ase_fastuma.checkpoint import Checkpoint
     from ase_fastuma.settings import Settings
@@ -134,6 +134,18 @@ class FusedBackend:
         # A caller's own no_grad or inference_mode must not reach the derivatives that make the forces.
         with self._on_device(), ieee_products(), torch.inference_mode(False), torch.enable_grad():
             return self._run(system, properties)
+
+    def evaluate_many(self, systems: Sequence[System], properties: frozenset[str]) -> list[dict[str, np.ndarray]]:
+        """See `backend.Backend.evaluate_many`."""
+        return [self.evaluate(system, properties) for system in systems]
+
+    def footprint(self, system: System) -> int:
+        """See `backend.Backend.footprint`."""
+        return self._activation_bytes(system.estimated_edges(self._architecture.cutoff))
+
+    def pass_memory(self) -> int:
+        """See `backend.Backend.pass_memory`."""
+        return self._activation_bytes(_CHUNK_EDGES)
 
     def describe(self) -> dict[str, str]:
         """What runs, for the report."""
@@ -419,11 +431,14 @@ class FusedBackend:
         """Whether the first linears' outputs of all layers fit well into the memory that is free now."""
         if self._device.type != "cuda" or num_edges <= _CHUNK_EDGES:
             return True
-        width = (NUM_GATES + NUM_COEFFICIENTS) * self._architecture.hidden_channels
-        needed = num_edges * width * self._dtype.itemsize * self._architecture.num_layers
         free = torch.cuda.mem_get_info(self._device)[0]
         free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return needed < 0.4 * free
+        return self._activation_bytes(num_edges) < 0.4 * free
+
+    def _activation_bytes(self, num_edges: float) -> int:
+        """Size of the first linears' outputs of all layers."""
+        width = (NUM_GATES + NUM_COEFFICIENTS) * self._architecture.hidden_channels
+        return int(num_edges * width * self._dtype.itemsize * self._architecture.num_layers)
 
     def _atomic_energies(
         self,

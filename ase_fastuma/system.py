@@ -79,9 +79,26 @@ class System:
         """Volume of `cell` in A^3."""
         return float(abs(np.linalg.det(self.cell)))
 
+    @property
+    def _heights(self) -> np.ndarray:
+        """Distances between opposite faces of `cell` [3] in A."""
+        return self.volume / np.linalg.norm(np.cross(self.cell[[1, 2, 0]], self.cell[[2, 0, 1]]), axis=1)
+
+    def estimated_edges(self, cutoff: float) -> float:
+        """About how many pairs of neighbours (both directions) lie within the cutoff (A), from the density alone."""
+        n, open_heights = len(self.numbers), self._heights[~self.pbc]
+        # Along an open axis the cell has 2 cutoffs + 1 A of vacuum, and atoms take up some A of their own. A cube with
+        # the volume of the sphere within the cutoff stands for it, and ends where the atoms end.
+        side = cutoff * (4 / 3 * np.pi) ** (1 / 3)
+        thickness = open_heights - 2 * cutoff + 2.0
+        occupied = self.volume * np.prod(thickness / open_heights)
+        reached = side ** self.pbc.sum() * np.prod(np.minimum(side, thickness))
+        neighbours = n * float(reached / occupied)
+        return n * (neighbours if self.pbc.any() else min(neighbours, n - 1))
+
     def check_distinct(self) -> None:
         """Raise ValueError, naming both atoms, where two atoms coincide (periodic images included)."""
-        height = self.volume / np.linalg.norm(np.cross(self.cell[[1, 2, 0]], self.cell[[2, 0, 1]]), axis=1)
+        height = self._heights
         scaled = np.linalg.solve(self.cell.T, self.positions.T).T
         # Periodic axes become circles, so that atoms on both sides of a face are neighbours; lengths stay near true.
         angle = 2 * np.pi * scaled[:, self.pbc]

@@ -97,7 +97,7 @@ def test_B3_raw_predictions_hold_no_graph(make: Callable) -> None:
     calc = make(task="omol")
     atoms.calc = calc
     atoms.get_forces()
-    system, backend = calc._system(atoms, "omol", 0, 1), calc._running.backend
+    system, backend = calc._request(atoms, "omol", 0, 1).system, calc._running.backend
 
     def live_tensors() -> int:
         gc.collect()

@@ -14,6 +14,8 @@ from ase.calculators.calculator import PropertyNotImplementedError
 from ase.calculators.fd import calculate_numerical_stress
 from tolerances import SAME_STRUCTURE
 
+import ase_fastuma
+
 PRECISIONS = ["accurate", "float64"]
 
 
@@ -58,6 +60,16 @@ def test_E2_open_axis_is_vacuum(make: Callable, precision: str) -> None:
     padded.center(vacuum=20, axis=2)
     padded.pbc = True
     assert_same(slab, padded, make, precision)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_E2_batch_of_molecule_and_crystals(make: Callable, precision: str) -> None:
+    structures = [systems.water(), systems.triclinic(), systems.slab(), ice()]
+    tolerance = SAME_STRUCTURE[precision]
+    for atoms, result in zip(structures, ase_fastuma.evaluate(structures, make(precision=precision)), strict=True):
+        energy, forces = evaluate(atoms, make(precision=precision))
+        assert result["energy"] / len(atoms) == pytest.approx(energy, abs=tolerance["energy"])
+        np.testing.assert_allclose(result["forces"], forces, rtol=0, atol=tolerance["forces"])
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

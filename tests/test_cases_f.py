@@ -11,8 +11,10 @@ import standin as standin_module
 import systems
 import torch
 from ase import Atoms
+from ase.build import molecule
+from tolerances import SAME_STRUCTURE
 
-from ase_fastuma import FastUMACalculator
+from ase_fastuma import FastUMACalculator, evaluate
 
 
 def test_F1_isolated_atom(make: Callable, standin: Path, tmp_path: Path) -> None:
@@ -34,6 +36,20 @@ def test_F1_atoms_out_of_reach_of_each_other(make: Callable) -> None:
     pair = Atoms("CuAu", [[0, 0, 0], [0, 0, 50]], calculator=make(task="omol"))
     assert np.isfinite(pair.get_potential_energy())
     np.testing.assert_array_equal(pair.get_forces(), np.zeros((2, 3)))
+
+
+@pytest.mark.filterwarnings("ignore:the energy of an isolated atom is an extrapolation:UserWarning")
+@pytest.mark.parametrize("precision", ["accurate", "float64"])
+def test_F2_batch_with_a_lone_atom(make: Callable, precision: str) -> None:
+    structures = [systems.water(), Atoms("He"), molecule("CH4")]
+    structures[2].rattle(0.1, seed=5)
+    batch = evaluate(structures, make(precision=precision))
+    tolerance = SAME_STRUCTURE[precision]
+    for atoms, result in zip(structures, batch, strict=True):
+        atoms.calc = make(precision=precision)
+        assert result["energy"] == pytest.approx(atoms.get_potential_energy(), abs=len(atoms) * tolerance["energy"])
+        np.testing.assert_allclose(result["forces"], atoms.get_forces(), rtol=0, atol=tolerance["forces"])
+    np.testing.assert_array_equal(batch[1]["forces"], np.zeros((1, 3)))
 
 
 @pytest.mark.parametrize("task", ["omat", "omol"])

@@ -29,13 +29,13 @@ def evaluations(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
     from ase_fastuma import calculator
 
     seen: list[np.ndarray] = []
-    original = calculator._evaluate
+    original = calculator.evaluate_one
 
-    def counted(backend: Any, system: Any, properties: Any) -> Any:
-        seen.append(system.positions)
-        return original(backend, system, properties)
+    def counted(backend: Any, request: Any) -> Any:
+        seen.append(request.system.positions)
+        return original(backend, request)
 
-    monkeypatch.setattr(calculator, "_evaluate", counted)
+    monkeypatch.setattr(calculator, "evaluate_one", counted)
     return seen
 
 

@@ -1,0 +1,123 @@
+"""From systems to results: one at a time, or many in passes that fit the memory; what goes wrong says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from ase.stress import full_3x3_to_voigt_6_stress
+
+from ase_fastuma.backend import Backend
+from ase_fastuma.system import System
+
+Results = dict[str, Any]
+"""Results by ASE's names: energies as floats, else float64 arrays, stress in Voigt order."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A structure to evaluate.
+
+    | field | meaning |
+    |---|---|
+    | system | the structure as backends see it |
+    | properties | what is wanted of it, by the names of `Backend.evaluate`; no more than it has |
+    | volume | of the user's cell in A^3, to which stress refers; 0 where there is none |
+    """
+
+    system: System
+    properties: frozenset[str]
+    volume: float
+
+    def results(self, raw: dict[str, np.ndarray]) -> Results:
+        """ASE's results from a backend's. Raises FloatingPointError where one is not finite."""
+        for name, value in raw.items():
+            if not np.isfinite(value).all():
+                raise FloatingPointError(f"{name}: expected finite numbers from the model, got NaN or infinity")
+        results: Results = {name: raw[name] for name in raw if name in self.properties}
+        if "energy" in results:
+            results["energy"] = results["free_energy"] = float(results["energy"])
+        if "stress" in results:
+            # The backend's cell has open axes of its own; the user's stress refers to the user's volume.
+            scale = self.system.volume / self.volume
+            results["stress"] = full_3x3_to_voigt_6_stress(results["stress"] * scale)
+        return results
+
+
+def evaluate_one(backend: Backend, request: Request) -> Results:
+    """The results of one structure. Raises what the backend raises, and MemoryError where memory runs out."""
+    try:
+        raw = backend.evaluate(request.system, request.properties)
+    except torch.OutOfMemoryError as error:
+        raise _memory_error(request.system) from error
+    return request.results(raw)
+
+
+def evaluate_packed(backend: Backend, requests: Iterable[Request | Exception]) -> Iterator[Results | Exception]:
+    """The outcome of each request, in order, from passes of as many as fit the memory; requests are drawn as needed.
+
+    Where a pass fails, its halves are tried, down to single structures, so that an exception stands for nothing but its
+    own structure. After running out of memory, later passes are smaller. An exception among the requests is its own
+    outcome.
+    """
+    passes = _Passes(backend)
+    pack: list[Request | Exception] = []
+    filled, room = 0, 0.0
+    for request in requests:
+        size = 0 if isinstance(request, Exception) else backend.footprint(request.system)
+        if pack and filled + size > room:
+            yield from passes.run(pack)
+            pack, filled = [], 0
+        if not pack:
+            room = backend.pass_memory() * passes.share
+        pack.append(request)
+        filled += size
+    yield from passes.run(pack)
+
+
+class _Passes:
+    """Passes of a backend over many systems, and the `share` of the memory that they may take."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self.share = backend, 1.0
+
+    def run(self, pack: list[Request | Exception]) -> list[Results | Exception]:
+        """The outcomes of a pack."""
+        outcomes = iter(self._attempt([request for request in pack if isinstance(request, Request)]))
+        return [next(outcomes) if isinstance(request, Request) else request for request in pack]
+
+    def _attempt(self, requests: list[Request]) -> list[Results | Exception]:
+        """The outcomes of requests: of one pass where it succeeds, else of its halves."""
+        if not requests:
+            return []
+        wanted = frozenset().union(*(request.properties for request in requests))
+        try:
+            raw = self._backend.evaluate_many([request.system for request in requests], wanted)
+        except (torch.OutOfMemoryError, ValueError, FloatingPointError) as error:
+            out_of_memory = isinstance(error, torch.OutOfMemoryError)
+            if len(requests) == 1:
+                return [_memory_error(requests[0].system) if out_of_memory else error.with_traceback(None)]
+            if out_of_memory:
+                self.share /= 2
+        else:
+            return [_outcome(request, values) for request, values in zip(requests, raw, strict=True)]
+        # Not in the except clause, which would keep the failed pass, and with it its memory, alive.
+        half = len(requests) // 2
+        return self._attempt(requests[:half]) + self._attempt(requests[half:])
+
+
+def _outcome(request: Request, raw: dict[str, np.ndarray]) -> Results | Exception:
+    try:
+        return request.results(raw)
+    except FloatingPointError as error:
+        return error
+
+
+def _memory_error(system: System) -> MemoryError:
+    return MemoryError(
+        f"out of device memory for {len(system.numbers)} atoms; a smaller structure, or general mode with "
+        "activation_checkpointing=True, needs less"
+    )
