@@ -50,7 +50,7 @@ def test_outputs_and_gradients_equal_the_reference(device, num_nodes, width, dty
 def test_finite_differences(device, added):
     weight, bias, shift = parameters(2, device, torch.float64)
     norm = functools.partial(add_rms_norm, weight=weight, bias=bias, shift=shift)
-    x, y = (random((2, 9, 2), device, torch.float64, seed).requires_grad_() for seed in (0, 1))
+    x, y = (random((1, 9, 2), device, torch.float64, seed).requires_grad_() for seed in (0, 1))
     assert torch.autograd.gradcheck(norm, (x, y if added else None), fast_mode=added)
     assert torch.autograd.gradgradcheck(norm, (x, y if added else None), fast_mode=True)
 
