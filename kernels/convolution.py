@@ -4,7 +4,7 @@
 
 What flows between the steps is stored as matrix-product operands (:mod:`.operand`): the kernels around the products
 scale and split as they write, so the products read half-precision tiles and nothing is converted twice. Saved for the
-backward pass are the node features and, if there is room, the first linear's output; the rest is computed again.
+backward pass are the node features and, as there is room, products' outputs; the rest is computed again.
 """
 
 from __future__ import annotations
@@ -40,6 +40,20 @@ class Chunk(NamedTuple):
     edges: EdgeList
 
 
+class Keep(NamedTuple):
+    """What the forward pass leaves to the backward pass, which computes the rest again.
+
+    Attributes:
+        first: the first linear's output, (A + 9) * H numbers an edge.
+        second: the second linear's output, 9 * C numbers.
+        radial: the radial weights, 6 * 2C numbers.
+    """
+
+    first: bool
+    second: bool
+    radial: bool
+
+
 @dataclass(frozen=True)
 class Geometry:
     """What the edges of one evaluation share over all layers.
@@ -51,7 +65,7 @@ class Geometry:
         weight, weight_slope: the envelope [E] and its derivative (1/A).
         source, target: atoms of each edge [E].
         chunks: the edges in parts that are worked on one after another.
-        keep: keep the first linear's outputs for the backward pass instead of computing them again.
+        keep: what to keep for the backward pass.
     """
 
     vectors: Tensor
@@ -62,7 +76,7 @@ class Geometry:
     source: Tensor
     target: Tensor
     chunks: tuple[Chunk, ...]
-    keep: bool
+    keep: Keep
     cutoff: float
     num_nodes: int
 
@@ -130,28 +144,40 @@ class _Part:
         self.pair, self.weight = geometry.pair[rows], geometry.weight[rows]
         self.weight_slope = geometry.weight_slope[rows]
 
-    def radial(self, radial: Radial, out: BlockWeights, kind: str, with_slope: bool) -> tuple[Operand, Operand | None]:
-        hidden, slope = radial.hidden(self.distances, self.pair, kind, with_slope)
-        return _matmul(hidden, out), None if slope is None else _matmul(slope, out, biased=False)
+    def radial(self, radial: Radial, out: BlockWeights, kind: str) -> Operand:
+        """Radial weights [E, R]."""
+        return _matmul(radial.hidden(self.distances, self.pair, kind, False)[0], out)
+
+    def radial_slope(self, radial: Radial, out: BlockWeights, kind: str) -> Operand:
+        """Their derivatives with respect to the distance [E, R]."""
+        return _matmul(radial.hidden(self.distances, self.pair, kind, True)[1], out, biased=False)
 
 
-def _first_linear(x: Tensor, part: _Part, w: ConvolutionWeights) -> Operand:
-    radial, _ = part.radial(w.radial, w.radial_out, w.kind, False)
-    return _matmul(gather_rotate_scale_forward(x, part.vectors, radial, part.edges, w.kind), w.first)
+@dataclass
+class _Kept:
+    """Outputs of one chunk's forward pass; None is computed again."""
+
+    radial: Operand | None = None
+    first: Operand | None = None
+    second: Operand | None = None
 
 
 class _EdgeConvolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, vectors, geometry, w):
         x = x.contiguous()
-        sums, kept = [], []
+        sums, kept, keep = [], [], geometry.keep
         for chunk in geometry.chunks:
             part = _Part(geometry, chunk)
-            first = _first_linear(x, part, w)
-            z = _matmul(_activate(first, w), w.second)
-            sums.append(rotate_back_sum_forward(z, part.vectors, part.weight, part.edges, w.channels))
-            if geometry.keep:
-                kept.append(first)
+            radial = part.radial(w.radial, w.radial_out, w.kind)
+            pair = gather_rotate_scale_forward(x, part.vectors, radial, part.edges, w.kind)
+            radial = radial if keep.radial else None
+            first = _matmul(pair, w.first)
+            del pair
+            second = _matmul(_activate(first, w), w.second)
+            sums.append(rotate_back_sum_forward(second, part.vectors, part.weight, part.edges, w.channels))
+            kept.append(_Kept(radial, first if keep.first else None, second if keep.second else None))
+            del radial, first, second
         ctx.save_for_backward(x, vectors)
         # Not through autograd: the backward pass lets go of each as soon as it is used, which it could not there.
         ctx.kept = kept
@@ -171,8 +197,16 @@ class _EdgeConvolution(torch.autograd.Function):
         grad_vectors = torch.empty_like(geometry.vectors)
         for chunk in geometry.chunks:
             part = _Part(geometry, chunk)
-            first = ctx.kept.pop(0) if ctx.kept else _first_linear(x, part, w)
-            z = _matmul(_activate(first, w), w.second)
+            kept = ctx.kept.pop(0) if ctx.kept else _Kept()
+            first, z, kept.first, kept.second = kept.first, kept.second, None, None
+            if first is None:
+                radial = kept.radial or part.radial(w.radial, w.radial_out, w.kind)
+                pair = gather_rotate_scale_forward(x, part.vectors, radial, part.edges, w.kind)
+                del radial
+                first = _matmul(pair, w.first)
+                del pair
+            if z is None:
+                z = _matmul(_activate(first, w), w.second)
             grad_z, out_vectors, _ = rotate_back_sum_backward(
                 grad, z, part.vectors, part.weight, part.edges, w.kind, part.weight_slope
             )
@@ -183,9 +217,11 @@ class _EdgeConvolution(torch.autograd.Function):
             del grad_gated, first
             grad_pair = _matmul(grad_first, w.first, transposed=True)
             del grad_first
-            # The radial weights come last and are computed again: they are the largest arrays but one.
-            radial, slope = part.radial(w.radial, w.radial_out, w.kind, True)
+            # The radial weights come last: with their slopes they are the largest arrays but one.
+            radial = kept.radial or part.radial(w.radial, w.radial_out, w.kind)
+            slope = part.radial_slope(w.radial, w.radial_out, w.kind)
             in_vectors, _ = gather_rotate_scale_backward(grad_pair, x, part.vectors, radial, slope, part.edges, grad_x)
+            del kept, radial, slope, grad_pair
             torch.add(in_vectors, out_vectors, out=grad_vectors[chunk.first : chunk.last])
         return grad_x[0] + grad_x[1], grad_vectors, None, None
 
@@ -198,7 +234,7 @@ class _EdgeDegree(torch.autograd.Function):
         sums = []
         for chunk in geometry.chunks:
             part = _Part(geometry, chunk)
-            z, _ = part.radial(radial, out, kind, False)
+            z = part.radial(radial, out, kind)
             width = z.high.shape[1] // M_BLOCKS[0]
             sums.append(rotate_back_sum_forward(z, part.vectors, part.weight, part.edges, width))
         return sums[0] if len(sums) == 1 else torch.cat(sums)
@@ -214,7 +250,7 @@ class _EdgeDegree(torch.autograd.Function):
         grad_vectors = torch.empty_like(geometry.vectors)
         for chunk in geometry.chunks:
             part = _Part(geometry, chunk)
-            z, slope = part.radial(radial, out, kind, True)
+            z, slope = part.radial(radial, out, kind), part.radial_slope(radial, out, kind)
             _, found, _ = rotate_back_sum_backward(
                 grad, z, part.vectors, part.weight, part.edges, kind, part.weight_slope, slope
             )

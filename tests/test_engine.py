@@ -15,6 +15,7 @@ from tolerances import FORCE_ERROR
 from ase_fastuma.checkpoint import load_checkpoint
 from ase_fastuma.engine import FusedBackend
 from ase_fastuma.general import GeneralBackend
+from ase_fastuma.kernels.convolution import Keep
 from ase_fastuma.settings import Settings
 from ase_fastuma.system import System
 
@@ -99,14 +100,29 @@ def test_kernels_equal_the_plain_form_on_every_structure(backends, name, precisi
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", FORCE_ERROR)
-def test_chunks_equal_one_piece(backends, precision, monkeypatch):
+def test_chunks_equal_one_piece(backends, standin, precision, monkeypatch):
     """Parts with recomputation give the same numbers, to the order of the sums over parts."""
     chosen = system(bulk("Cu", cubic=True) * (4, 4, 4))
     whole = backends("cuda", precision, plain=False).evaluate(chosen, ALL)
     monkeypatch.setattr("ase_fastuma.engine._CHUNK_EDGES", 3000)
-    monkeypatch.setattr(FusedBackend, "_keeps_activations", lambda self, num_edges: False)
-    parts = backends("cuda", precision, plain=False).evaluate(chosen, ALL)
+    monkeypatch.setattr(FusedBackend, "_keep", lambda self, num_edges: Keep(False, False, False))
+    parts = FusedBackend(load_checkpoint(standin), Settings(device="cuda", precision=precision)).evaluate(chosen, ALL)
     assert_equal(parts, whole, 1e-5 if precision != "float64" else 1e-12)
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [Keep(False, False, False), Keep(True, False, False), Keep(True, True, False)],
+    ids=["nothing", "first", "first and second"],
+)
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_kept_changes_nothing(backends, standin, device, keep, monkeypatch):
+    chosen = system(molecule("H2O"), "omol", 0, 1)
+    whole = backends(device, "accurate", plain=False).evaluate(chosen, ALL)
+    monkeypatch.setattr(FusedBackend, "_keep", lambda self, num_edges: keep)
+    parts = FusedBackend(load_checkpoint(standin), Settings(device=device, precision="accurate")).evaluate(chosen, ALL)
+    for name in ALL:
+        np.testing.assert_array_equal(parts[name], whole[name])
 
 
 @pytest.mark.parametrize("options", [{"act_type": "s2"}, {"channels": 24}], ids=["s2", "24 channels"])
