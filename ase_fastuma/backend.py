@@ -46,12 +46,12 @@ class Backend(Protocol):
         """
         ...
 
-    def footprint(self, system: System) -> int:
-        """Bytes that the system is estimated to take in a pass of `evaluate_many`."""
+    def footprint(self, system: System) -> float:
+        """What the system is estimated to take in a pass of `evaluate_many`, in the unit of `capacity`."""
         ...
 
-    def pass_memory(self) -> int:
-        """Bytes that a pass of `evaluate_many` should take at most, as things stand."""
+    def capacity(self) -> float:
+        """What a pass of `evaluate_many` should hold at most, as things stand: in bytes or edges or what decides."""
         ...
 
     def describe(self) -> dict[str, str]:

@@ -139,13 +139,13 @@ class FusedBackend:
         """See `backend.Backend.evaluate_many`."""
         return [self.evaluate(system, properties) for system in systems]
 
-    def footprint(self, system: System) -> int:
-        """See `backend.Backend.footprint`."""
-        return self._activation_bytes(system.estimated_edges(self._architecture.cutoff))
+    def footprint(self, system: System) -> float:
+        """See `backend.Backend.footprint`: in edges."""
+        return system.estimated_edges(self._architecture.cutoff)
 
-    def pass_memory(self) -> int:
-        """See `backend.Backend.pass_memory`."""
-        return self._activation_bytes(_CHUNK_EDGES)
+    def capacity(self) -> float:
+        """See `backend.Backend.capacity`."""
+        return _CHUNK_EDGES
 
     def describe(self) -> dict[str, str]:
         """What runs, for the report."""
@@ -431,14 +431,11 @@ class FusedBackend:
         """Whether the first linears' outputs of all layers fit well into the memory that is free now."""
         if self._device.type != "cuda" or num_edges <= _CHUNK_EDGES:
             return True
+        width = (NUM_GATES + NUM_COEFFICIENTS) * self._architecture.hidden_channels
+        needed = num_edges * width * self._dtype.itemsize * self._architecture.num_layers
         free = torch.cuda.mem_get_info(self._device)[0]
         free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return self._activation_bytes(num_edges) < 0.4 * free
-
-    def _activation_bytes(self, num_edges: float) -> int:
-        """Size of the first linears' outputs of all layers."""
-        width = (NUM_GATES + NUM_COEFFICIENTS) * self._architecture.hidden_channels
-        return int(num_edges * width * self._dtype.itemsize * self._architecture.num_layers)
+        return needed < 0.4 * free
 
     def _atomic_energies(
         self,

@@ -65,21 +65,21 @@ def evaluate_packed(backend: Backend, requests: Iterable[Request | Exception]) -
     """
     passes = _Passes(backend)
     pack: list[Request | Exception] = []
-    filled, room = 0, 0.0
+    filled, room = 0.0, 0.0
     for request in requests:
-        size = 0 if isinstance(request, Exception) else backend.footprint(request.system)
+        size = 0.0 if isinstance(request, Exception) else backend.footprint(request.system)
         if pack and filled + size > room:
             yield from passes.run(pack)
-            pack, filled = [], 0
+            pack, filled = [], 0.0
         if not pack:
-            room = backend.pass_memory() * passes.share
+            room = backend.capacity() * passes.share
         pack.append(request)
         filled += size
     yield from passes.run(pack)
 
 
 class _Passes:
-    """Passes of a backend over many systems, and the `share` of the memory that they may take."""
+    """Passes of a backend over many systems, and the `share` of its capacity that they may take."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend, self.share = backend, 1.0

@@ -137,20 +137,20 @@ class GeneralBackend:
                 results[name] = outputs[task.prefix + name][chosen].reshape(shape) * scale
         return {name: np.array(value) for name, value in results.items() if name in properties}
 
-    def footprint(self, system: System) -> int:
-        """See `Backend.footprint`."""
+    def footprint(self, system: System) -> float:
+        """See `Backend.footprint`: in bytes."""
         architecture = self._checkpoint.architecture
         channels = max(architecture.sphere_channels, architecture.hidden_channels)
         edges = system.estimated_edges(architecture.cutoff) + len(system.numbers)  # atoms take room as well
         numbers = _NUMBERS_OF_AN_EDGE * channels * architecture.num_layers * edges + self._mixed_weights
-        return int(self._dtype.itemsize * numbers)
+        return self._dtype.itemsize * numbers
 
-    def pass_memory(self) -> int:
-        """See `Backend.pass_memory`."""
+    def capacity(self) -> float:
+        """See `Backend.capacity`."""
         if self._device.type != "cuda":
             return _CPU_PASS_BYTES
         free = torch.cuda.mem_get_info(self._device)[0]
-        return (free + torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)) // 2
+        return (free + torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)) / 2
 
     @cached_property
     def _mixed_weights(self) -> int:

@@ -128,7 +128,7 @@ def test_a_generator_is_drawn_from_as_needed(standin: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(GeneralBackend, "evaluate_many", watched)
     size = calc._start().backend.footprint(calc._request(systems.copper(), "omat", 0, 0).system)
-    monkeypatch.setattr(GeneralBackend, "pass_memory", lambda _: 3 * size)
+    monkeypatch.setattr(GeneralBackend, "capacity", lambda _: 3.5 * size)
     evaluate(structures(), calc)
     assert passes == [(4, 3), (7, 3), (7, 1)]
 
@@ -273,7 +273,7 @@ def requests(number: int) -> list[Request]:
 class Small(GeneralBackend):
     """The general backend on a device that holds so many atoms in a pass, whatever it estimates."""
 
-    capacity = 12
+    most = 12
 
     def __init__(self, standin: Path) -> None:
         super().__init__(load_checkpoint(standin), Settings(device="cpu", precision="float64"))
@@ -281,7 +281,7 @@ class Small(GeneralBackend):
 
     def evaluate_many(self, systems: Any, properties: Any) -> Any:
         self.passes.append(sum(len(system.numbers) for system in systems))
-        if self.passes[-1] > self.capacity:
+        if self.passes[-1] > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return super().evaluate_many(systems, properties)
 
@@ -292,13 +292,13 @@ def test_passes_that_do_not_fit_are_split(standin: Path) -> None:
     backend.passes.clear()
     assert_same(list(evaluate_packed(backend, work)), expected)
     assert max(backend.passes) == 72
-    done = [atoms for atoms in backend.passes if atoms <= Small.capacity]
+    done = [atoms for atoms in backend.passes if atoms <= Small.most]
     assert sum(done) == 72  # nothing is evaluated twice
 
 
 def test_later_passes_are_smaller(standin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, work = Small(standin), requests(1) * 24
-    monkeypatch.setattr(backend, "pass_memory", lambda: 6 * backend.footprint(work[0].system))
+    monkeypatch.setattr(backend, "capacity", lambda: 6.5 * backend.footprint(work[0].system))
     assert len(list(evaluate_packed(backend, work))) == 24
     assert backend.passes[0] == 24
     assert max(backend.passes[3:]) == 12
@@ -317,7 +317,7 @@ def test_a_structure_too_large_on_its_own(standin: Path) -> None:
 def test_results_do_not_depend_on_the_size_of_passes(standin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calc = FastUMACalculator(standin, device="cpu", precision="float64")
     together = evaluate(varied(), calc)
-    monkeypatch.setattr(GeneralBackend, "pass_memory", lambda _: 0)
+    monkeypatch.setattr(GeneralBackend, "capacity", lambda _: 0)
     assert_same(evaluate(varied(), calc), together)
 
 
