@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import logging
 import warnings
+import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ from ase.calculators.calculator import Calculator, PropertyNotImplementedError, 
 from ase_fastuma import __version__
 from ase_fastuma.backend import Backend, open_backend
 from ase_fastuma.checkpoint import Checkpoint, load_checkpoint
-from ase_fastuma.evaluation import Request, evaluate_one
+from ase_fastuma.evaluation import Request, Results, evaluate_one, evaluate_packed
 from ase_fastuma.report import report
 from ase_fastuma.selection import Selection, select, unsupported_by_fused
 from ase_fastuma.settings import BackendChoice, Precision, Settings, integral
@@ -74,6 +76,7 @@ class FastUMACalculator(Calculator):
         be downloaded.
         """
         super().__init__()
+        self._companions: list[weakref.ref[Atoms]] = []
         self._configure(
             Settings(
                 model=str(model),
@@ -202,24 +205,57 @@ class FastUMACalculator(Calculator):
                 raise PropertyNotImplementedError(why_not(name, request.system.task, running.checkpoint))
 
         self.atoms, self.results = None, {}
-        key = (state, *(array.tobytes() for array in (atoms.numbers, atoms.positions, atoms.cell.array, atoms.pbc)))
+        key = _key(atoms, state)
         results = self._recent.pop(key, None)
         if results is None:
-            results = evaluate_one(running.backend, request)
+            results = self._evaluate(running.backend, key, request)
         self._keep(key, results)
         self.atoms = Atoms(numbers=atoms.numbers, positions=atoms.positions, cell=atoms.cell, pbc=atoms.pbc)
         self.parameters |= dict(zip(("task", "charge", "spin"), state, strict=True))
         self.results = copy.deepcopy(results)
 
+    def share(self, structures: Iterable[Atoms]) -> None:
+        """Attach to structures that move together, such as the images of a path, and evaluate them together.
+
+        When one of them is asked for something, those that have changed are evaluated in the same pass: all images of a
+        step of `NEB(images, allow_shared_calculator=True)` in one. Structures from an earlier call stay attached, but
+        are no longer evaluated with others. Copies of the calculator share nothing.
+        """
+        structures = list(structures)
+        for atoms in structures:
+            atoms.calc = self
+        self._companions = [weakref.ref(atoms) for atoms in structures]
+
+    def _evaluate(self, backend: Backend, key: tuple, request: Request) -> Results:
+        """The results of a structure; those of companions that have changed are kept for when they are asked for."""
+        others: dict[tuple, Request] = {}
+        for atoms in filter(None, (companion() for companion in self._companions)):
+            # What is wrong with a companion is for those who ask for it.
+            with contextlib.suppress(ValueError, TypeError):
+                state = self._state(atoms)
+                other = _key(atoms, state)
+                if other != key and other not in self._recent:
+                    others[other] = self._request(atoms, *state)
+        if not others:
+            return evaluate_one(backend, request)
+        outcome, *rest = evaluate_packed(backend, [request, *others.values()])
+        for other, results in zip(others, rest, strict=True):
+            if not isinstance(results, Exception):
+                self._keep(other, results)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
     def reset(self) -> None:
         """Forget all results."""
         super().reset()
-        self._recent: OrderedDict[tuple, dict[str, Any]] = OrderedDict()
+        self._recent: OrderedDict[tuple, Results] = OrderedDict()
 
-    def _keep(self, key: tuple, results: dict[str, Any]) -> None:
+    def _keep(self, key: tuple, results: Results) -> None:
         """Keep the results of a structure; the oldest make room."""
         self._recent[key] = results
         allowed = min(_KEPT_STRUCTURES, max(1, _KEPT_ATOMS // len(results["energies"])))
+        allowed = max(allowed, len(self._companions) + 1)
         while len(self._recent) > allowed:
             self._recent.popitem(last=False)
 
@@ -298,6 +334,7 @@ class FastUMACalculator(Calculator):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Calculator.__init__(self)
+        self._companions = []
         self._configure(state["settings"])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FastUMACalculator:
@@ -328,6 +365,11 @@ def _device(name: str | None) -> torch.device:
     if index >= count:
         raise ValueError(f"device: expected 'cpu' or one of {count} CUDA devices, got {name!r}")
     return torch.device("cuda", index)
+
+
+def _key(atoms: Atoms, state: tuple[str, int, int]) -> tuple:
+    """What results depend on."""
+    return state, *(array.tobytes() for array in (atoms.numbers, atoms.positions, atoms.cell.array, atoms.pbc))
 
 
 def _check_task(task: str | None, checkpoint: Checkpoint) -> None:

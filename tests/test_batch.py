@@ -366,12 +366,14 @@ def test_out_of_memory_on_a_device(make: Callable) -> None:
     structures = [systems.copper() * (4, 4, 2 + i % 2) for i in range(12)]
     calc = make(precision="float64", device="cuda:0")
     expected = evaluate(structures, calc)
-    backend = calc._start().backend
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(0)
+    torch.cuda.reset_peak_memory_stats(0)
+    evaluate(structures[1:2], calc)
+    one = torch.cuda.max_memory_allocated(0) - before
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info(0)[1]
-    system = calc._request(structures[1], "omat", 0, 0).system
-    used = torch.cuda.memory_reserved(0)
-    torch.cuda.set_per_process_memory_fraction((used + 4 * backend.footprint(system)) / total, 0)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(0) + 4 * one) / total, 0)
     try:
         assert_same(evaluate(structures, calc), expected)
     finally:
