@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,13 +23,15 @@ from ase_fastuma.experts import (
 from ase_fastuma.graph import build_graph
 from ase_fastuma.kernels import convolution, reference
 from ase_fastuma.kernels._launch import runs_kernels
+from ase_fastuma.kernels.atomwise import AtomwiseWeights, atomwise, atomwise_weights
 from ase_fastuma.kernels.edge import EdgeList
 from ase_fastuma.kernels.forces import forces_and_virial
-from ase_fastuma.kernels.layout import DEGREE_SLICES, LMAX, M_MAJOR, NUM_COEFFICIENTS, NUM_GATES
+from ase_fastuma.kernels.layout import LMAX, M_MAJOR, NUM_COEFFICIENTS, NUM_GATES, NUM_RADIAL
 from ase_fastuma.kernels.linear import BlockWeights, block_linear, block_weights
+from ase_fastuma.kernels.norm import add_rms_norm
 from ase_fastuma.kernels.operand import ieee_products
 from ase_fastuma.kernels.radial import NUM_KNOTS, Radial, tabulate
-from ase_fastuma.replay import EdgeInputs, Replays, Step
+from ase_fastuma.replay import EdgeInputs, Replays, Step, capacity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -49,38 +52,22 @@ _TABLE_BYTES = 1 << 30
 # Edges worked on at a time: enough to fill the largest GPU many times over, while the intermediates of UMA-S stay below
 # 3 GiB. Systems within one part are recorded as CUDA graphs; beyond, launching costs nothing beside the kernels.
 _CHUNK_EDGES = 1 << 17
+# Bytes for what spares the backward pass products but not whole layers: 1000 atoms then stay within 5 GiB in all.
+_KEPT_BYTES = 7 << 29
 
 
 @dataclass(frozen=True)
 class _Norm:
     weight: Tensor  # [3, C]
     bias: Tensor  # [C]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return reference.rms_norm(x, self.weight, self.bias)
-
-
-@dataclass(frozen=True)
-class _Atomwise:
-    """Spectral atom-wise MLP: a linear for each degree, gate, a linear for each degree."""
-
-    gates: BlockWeights
-    first: tuple[BlockWeights, ...]
-    second: tuple[BlockWeights, ...]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        gates = silu(block_linear(x[:, 0], self.gates)).view(x.shape[0], NUM_GATES, -1).sigmoid()
-        scalars, *vectors = (block_linear(x[:, rows], w) for rows, w in zip(DEGREE_SLICES, self.first, strict=True))
-        gated = [silu(scalars), *(v * gates[:, i, None] for i, v in enumerate(vectors))]
-        return torch.cat([block_linear(g, w) for g, w in zip(gated, self.second, strict=True)], dim=1)
+    shift: Tensor | None = None  # added to the scalars of the result [C]
 
 
 @dataclass(frozen=True)
 class _Layer:
-    norm_1: _Norm
     convolution: convolution.ConvolutionWeights
-    norm_2: _Norm
-    atomwise: _Atomwise
+    norm: _Norm
+    atomwise: AtomwiseWeights
 
 
 @dataclass(frozen=True)
@@ -89,12 +76,11 @@ class _Network:
 
     num_elements: int
     element_rows: Tensor  # row of each atomic number among the system's elements [max_num_elements]
-    embedding: Tensor  # charge, spin and task [C]
     atoms: Tensor  # atom embedding [elements, C], system embedding included
     degree_radial: Radial
     degree_out: BlockWeights
     layers: tuple[_Layer, ...]
-    norm: _Norm
+    norms: tuple[_Norm, ...]  # before each layer, and after the last
     head: tuple[BlockWeights, ...]
 
 
@@ -117,7 +103,7 @@ class FusedBackend:
         self._state: State | None = None
         self._network = functools.lru_cache(maxsize=_KEPT_MIXTURES)(self._build_network)
         self._radials = functools.lru_cache(maxsize=4)(self._build_radials)
-        self._replays = Replays(self._architecture.cutoff, self._architecture.max_neighbors, _CHUNK_EDGES)
+        self._replays = Replays(self._architecture.cutoff, self._architecture.max_neighbors)
 
     # ------------------------------------------------------------------------------------------------ the interface
 
@@ -183,27 +169,26 @@ class FusedBackend:
         rows = torch.zeros(arch.max_num_elements, dtype=torch.int64)
         rows[list(elements)] = torch.arange(len(elements))
         degree, *radials = self._radials(elements)
-        layers = []
+        embedding = embedding.to(self._dtype)
+        layers, norms = [], []
         for i, radial in enumerate(radials):
             block = f"backbone.blocks.{i}."
+            norms.append(self._norm(f"{block}norm_1", embedding))
             layers.append(
                 _Layer(
-                    norm_1=self._norm(f"{block}norm_1"),
                     convolution=self._convolution(f"{block}edge_wise.", matrix, radial),
-                    norm_2=self._norm(f"{block}norm_2"),
+                    norm=self._norm(f"{block}norm_2"),
                     atomwise=self._atomwise(f"{block}atom_wise."),
                 )
             )
-        embedding = embedding.to(self._dtype)
         return _Network(
             num_elements=len(elements),
             element_rows=rows.to(self._device),
-            embedding=embedding,
             atoms=state["backbone.sphere_embedding.weight"].to(self._dtype) + embedding,
             degree_radial=degree[0],
             degree_out=degree[1],
             layers=tuple(layers),
-            norm=self._norm("backbone.norm"),
+            norms=(*norms, self._norm("backbone.norm")),
             head=self._head(system.task),
         )
 
@@ -214,9 +199,10 @@ class FusedBackend:
         # The work on atoms is a hundredth of that on edges: it runs in IEEE arithmetic in every mode.
         return self._store([weight.T], bias, "double" if self._kind == "double" else "single")
 
-    def _norm(self, name: str) -> _Norm:
+    def _norm(self, name: str, shift: Tensor | None = None) -> _Norm:
         state = self._loaded()
-        return _Norm(state[f"{name}.affine_weight"].to(self._dtype), state[f"{name}.affine_bias"].to(self._dtype))
+        weight, bias = (state[f"{name}.affine_{part}"].to(self._dtype) for part in ("weight", "bias"))
+        return _Norm(weight, bias, shift)
 
     def _convolution(
         self, name: str, matrix: Callable[[str], Tensor], radial: tuple[Radial, BlockWeights]
@@ -255,17 +241,16 @@ class FusedBackend:
             *(m.flatten(0, 1)[:, list(M_MAJOR)].to(self._device, self._dtype).contiguous() for m in both)
         )
 
-    def _atomwise(self, name: str) -> _Atomwise:
+    def _atomwise(self, name: str) -> AtomwiseWeights:
         state = self._loaded()
-
-        def by_degree(layer: str) -> tuple[BlockWeights, ...]:
-            weight, bias = state[f"{name}{layer}.weight"], state[f"{name}{layer}.bias"]
-            return tuple(self._node_linear(w, bias if degree == 0 else None) for degree, w in enumerate(weight))
-
-        return _Atomwise(
-            gates=self._node_linear(state[f"{name}scalar_mlp.0.weight"], state[f"{name}scalar_mlp.0.bias"]),
-            first=by_degree("so3_linear_1"),
-            second=by_degree("so3_linear_2"),
+        return atomwise_weights(
+            gates=state[f"{name}scalar_mlp.0.weight"].T,
+            gates_bias=state[f"{name}scalar_mlp.0.bias"],
+            first=tuple(w.T for w in state[f"{name}so3_linear_1.weight"]),
+            first_bias=state[f"{name}so3_linear_1.bias"],
+            second=tuple(w.T for w in state[f"{name}so3_linear_2.weight"]),
+            second_bias=state[f"{name}so3_linear_2.bias"],
+            kind=self._kind,
         )
 
     def _head(self, task: str) -> tuple[BlockWeights, ...]:
@@ -362,10 +347,11 @@ class FusedBackend:
         return self._results(system, flat, derivatives, properties)
 
     def _run_once(self, key: Hashable, system: System, step: Step) -> np.ndarray:
-        """Evaluate without a recording, and have the next evaluation of this kind recorded."""
+        """Evaluate without a recording; the next evaluation of this kind is recorded, if that is one part then."""
         inputs = self._inputs(system)
         flat = step(inputs).cpu().numpy()
-        self._replays.saw(key, inputs.num_edges)
+        if capacity(inputs.num_edges) <= _CHUNK_EDGES:
+            self._replays.saw(key, inputs.num_edges)
         return flat
 
     def _step(self, network: _Network, totals: tuple[int, int], derivatives: bool, inputs: EdgeInputs) -> Tensor:
@@ -422,20 +408,24 @@ class FusedBackend:
             source=inputs.source,
             target=inputs.target,
             chunks=_chunks(inputs, num_nodes),
-            keep=self._keeps_activations(num_edges),
+            keep=self._keep(num_edges),
             cutoff=cutoff,
             num_nodes=num_nodes,
         )
 
-    def _keeps_activations(self, num_edges: int) -> bool:
-        """Whether the first linears' outputs of all layers fit well into the memory that is free now."""
-        if self._device.type != "cuda" or num_edges <= _CHUNK_EDGES:
-            return True
-        width = (NUM_GATES + NUM_COEFFICIENTS) * self._architecture.hidden_channels
-        needed = num_edges * width * self._dtype.itemsize * self._architecture.num_layers
-        free = torch.cuda.mem_get_info(self._device)[0]
-        free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return needed < 0.4 * free
+    def _keep(self, num_edges: int) -> convolution.Keep:
+        """What fits: the first linears' outputs into the memory that is free now, the rest into a fixed amount."""
+        arch = self._architecture
+        itemsize = 2 if self._kind == "half" else self._dtype.itemsize
+        numbers = itemsize * num_edges * arch.num_layers
+        first = numbers * (NUM_GATES + NUM_COEFFICIENTS) * arch.hidden_channels
+        second = first + numbers * NUM_COEFFICIENTS * arch.sphere_channels
+        radial = second + numbers * NUM_RADIAL * 2 * arch.sphere_channels
+        free = math.inf
+        if self._device.type == "cuda" and num_edges > _CHUNK_EDGES:
+            free = torch.cuda.mem_get_info(self._device)[0]
+            free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return convolution.Keep(first < 0.4 * free, second <= _KEPT_BYTES, radial <= _KEPT_BYTES)
 
     def _atomic_energies(
         self,
@@ -450,16 +440,32 @@ class FusedBackend:
             x = convolution.edge_degree_reference(vectors, geometry, network.degree_radial, network.degree_out)
         else:
             x = convolution.edge_degree(vectors, geometry, network.degree_radial, network.degree_out, self._kind)
-        x = _add_scalars(x, network.atoms[numbers])
+        scalars = torch.zeros_like(x)
+        scalars[:, 0] = network.atoms[numbers]
+        x, h = self._add_norm(x, scalars, network.norms[0])
         convolve = convolution.edge_convolution_reference if self._plain else convolution.edge_convolution
-        for layer in network.layers:
-            h = _add_scalars(layer.norm_1(x), network.embedding)
-            x = x + convolve(h, vectors, geometry, layer.convolution)
-            x = x + layer.atomwise(layer.norm_2(x))
-            x = self._balance(x, totals)
-        hidden = network.norm(x)[:, 0]
+        for layer, norm in zip(network.layers, network.norms[1:], strict=True):
+            x, h = self._add_norm(x, convolve(h, vectors, geometry, layer.convolution), layer.norm)
+            update = layer.atomwise.plain(h) if self._plain else atomwise(h, layer.atomwise)
+            if self._balanced:
+                x, h = self._add_norm(self._balance(x + update, totals), None, norm)
+            else:
+                x, h = self._add_norm(x, update, norm)
         first, second, last = network.head
-        return block_linear(silu(block_linear(silu(block_linear(hidden, first)), second)), last)[:, 0].double()
+        return block_linear(silu(block_linear(silu(block_linear(h[:, 0], first)), second)), last)[:, 0].double()
+
+    def _add_norm(self, x: Tensor, y: Tensor | None, norm: _Norm) -> tuple[Tensor, Tensor]:
+        """The residual sum x + y and its norm."""
+        if not self._plain:
+            return add_rms_norm(x, y, norm.weight, norm.bias, norm.shift)
+        total = x if y is None else x + y
+        return total, reference.rms_norm(
+            total, norm.weight, norm.bias if norm.shift is None else norm.bias + norm.shift
+        )
+
+    @property
+    def _balanced(self) -> bool:
+        return bool(self._architecture.charge_balanced_channels or self._architecture.spin_balanced_channels)
 
     def _balance(self, x: Tensor, totals: tuple[int, int]) -> Tensor:
         """Shift the scalars of the balanced channels so that they sum to the charge, or to the spin less one."""
@@ -510,11 +516,6 @@ def _complex_matrix(weight: Tensor) -> Tensor:
     """
     w1, w2 = (w.T for w in weight.chunk(2))
     return torch.cat([torch.cat([w1, w2], dim=1), torch.cat([-w2, w1], dim=1)])
-
-
-def _add_scalars(x: Tensor, scalars: Tensor) -> Tensor:
-    """Add to the l = 0 coefficients of [N, 9, C]."""
-    return torch.cat([x[:, :1] + scalars.view(-1, 1, x.shape[2]), x[:, 1:]], dim=1)
 
 
 def _whole(inputs: EdgeInputs, num_nodes: int) -> EdgeList:

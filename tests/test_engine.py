@@ -9,13 +9,13 @@ import torch
 from ase import Atoms
 from ase.build import bulk, fcc111, molecule
 from ase.stress import full_3x3_to_voigt_6_stress
+from ase_fastuma.kernels.convolution import Keep
 from devices import DEVICES
 from tolerances import FORCE_ERROR
 
 from ase_fastuma.checkpoint import load_checkpoint
 from ase_fastuma.engine import FusedBackend
 from ase_fastuma.general import GeneralBackend
-from ase_fastuma.kernels.convolution import Keep
 from ase_fastuma.settings import Settings
 from ase_fastuma.system import System
 
