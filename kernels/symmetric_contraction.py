@@ -459,6 +459,20 @@ def _batch(function: Any, info: Any, in_dims: tuple, args: tuple, of_nodes: bool
     return (outputs, (0,) * len(outputs)) if isinstance(found, tuple) else (outputs[0], 0)
 
 
+def _asked(ctx: Any, i: int) -> bool:
+    """Whether this backward pass wants the gradient of tensor argument i.
+
+    `needs_input_grad` says only that the argument takes gradients: forces of a model in training would pay for those of
+    its weights too.
+    """
+    if not ctx.needs_input_grad[i]:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(ctx.next_functions[i][0])
+    except RuntimeError:  # a leaf that torch.autograd.grad was asked for
+        return True
+
+
 class _Contract(torch.autograd.Function):
     """out(x, w)."""
 
@@ -476,8 +490,8 @@ class _Contract(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         x, species, w = ctx.saved_tensors
-        grad_x = _GradX.apply(x, species, w, g, ctx.kernels) if ctx.needs_input_grad[0] else None
-        grad_w = _GradW.apply(x, species, g, ctx.kernels, w.shape[0]) if ctx.needs_input_grad[2] else None
+        grad_x = _GradX.apply(x, species, w, g, ctx.kernels) if _asked(ctx, 0) else None
+        grad_w = _GradW.apply(x, species, g, ctx.kernels, w.shape[0]) if _asked(ctx, 2) else None
         return grad_x, None, grad_w, None
 
     @staticmethod
@@ -503,9 +517,9 @@ class _GradX(torch.autograd.Function):
     def backward(ctx, h):
         x, species, w, g = ctx.saved_tensors
         grad_x = grad_g = grad_w = None
-        if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
+        if _asked(ctx, 0) or _asked(ctx, 3):
             grad_x, grad_g = _Double.apply(x, species, w, g, h, ctx.kernels)
-        if ctx.needs_input_grad[2]:
+        if _asked(ctx, 2):
             grad_w = _DoubleW.apply(x, species, g, h, ctx.kernels, w.shape[0])
         return grad_x, None, grad_w, grad_g, None
 
@@ -529,8 +543,8 @@ class _GradW(torch.autograd.Function):
     @staticmethod
     def backward(ctx, u):
         x, species, g = ctx.saved_tensors
-        grad_x = _GradX.apply(x, species, u.contiguous(), g, ctx.kernels) if ctx.needs_input_grad[0] else None
-        grad_g = _Contract.apply(x, species, u.contiguous(), ctx.kernels) if ctx.needs_input_grad[2] else None
+        grad_x = _GradX.apply(x, species, u.contiguous(), g, ctx.kernels) if _asked(ctx, 0) else None
+        grad_g = _Contract.apply(x, species, u.contiguous(), ctx.kernels) if _asked(ctx, 2) else None
         return grad_x, None, grad_g, None, None
 
     @staticmethod
