@@ -12,8 +12,8 @@ channels, 89 species in the weights, float32.
 calls on inputs of their own, together beyond the cache, or the sum of kernel times where a peer cannot be recorded
 (`device_by`). Backward passes are timed alone, forward passes done. `floor_us` is the larger of what must be moved at
 4 TB/s and what our coupling trees must compute at 60 TFLOP/s. `rel_err` is that of outputs and of the gradient, in
-norm, against the formula of kernels/reference.py in float64. A step is energy and forces of a random model with two layers on
-a rattled alloy; its `force_rel_err` is against mace-torch's own contraction.
+norm, against the formula of kernels/reference.py in float64. A step is energy and forces of a random model with two
+layers on a rattled alloy; its `force_rel_err` is against mace-torch's own contraction.
 
 Without a GPU, TRITON_INTERPRET=1 and small --nodes run everything interpreted: a test of this script, no measurement.
 """

@@ -36,6 +36,7 @@ from . import reference
 from ._check import check_shape
 from ._couplings import Contraction, Term, contraction, coupling
 from ._launch import runs_kernels
+from ._species import chunks_of_species, nodes_by_species, nodes_of_chunk, padded_species
 from ._straightline import Program
 
 LAYOUTS = ("mul_ir", "ir_mul")
@@ -139,14 +140,22 @@ def _store_four(at, mask, a, b, c, d, LANES: tl.constexpr):
     tl.store(at[:, None] + tl.arange(0, 4)[None, :], tile, mask=mask[:, None])
 
 
-@triton.jit
-def _sum_chunks_kernel(partial, chunk_start, out, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["chunk_size"])
+def _sum_chunks_kernel(
+    partial,
+    totals,
+    out,
+    chunk_size,
+    BLOCK_E: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Gradient of the weights of one species: the sum of its chunks' rows, in a fixed order."""
     i_species = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_columns = columns < WIDTH
-    first = tl.load(chunk_start + i_species).to(tl.int32)
-    last = tl.load(chunk_start + i_species + 1).to(tl.int32)
+    first, last = chunks_of_species(totals, i_species, chunk_size, BLOCK_E)
     total = tl.zeros([BLOCK], dtype=out.dtype.element_ty)
     for i in range(first, last, ROWS):
         rows = i + tl.arange(0, ROWS)
@@ -215,12 +224,13 @@ def _constants(constants: dict[str, float], values: list[str]) -> list[str]:
 
 def _compiled(name: str, arguments: list[str], lines: list[str]) -> Any:
     """A Triton kernel from its statements; sizes and the alignment of nothing but arrays lead to new compilations."""
-    sizes = [a for a in arguments if a in ("num_nodes", "num_species", "missing")]
+    sizes = [a for a in arguments if a in ("num_nodes", "num_species", "chunk_size", "missing")]
     text = f"@triton.jit(do_not_specialize={sizes!r})\ndef {name}({', '.join(arguments)}):\n"
     text += "".join(f"    {line}\n" for line in lines)
     file = f"<ase_fastuma generated {name}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # Triton reads sources by file
-    scope = {"triton": triton, "tl": tl, "_load_four": _load_four, "_store_four": _store_four, "__name__": __name__}
+    scope = {"triton": triton, "tl": tl, "__name__": __name__}
+    scope |= {"_load_four": _load_four, "_store_four": _store_four, "nodes_of_chunk": nodes_of_chunk}
     exec(compile(text, file, "exec"), scope)
     return scope[name]
 
@@ -321,8 +331,7 @@ class _Kernels:
             "i_chunk = tl.program_id(0)",
             "channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)",
             "mask = channel < C",
-            "first = tl.load(chunk_first + i_chunk).to(tl.int32)",
-            "last = tl.load(chunk_last + i_chunk).to(tl.int32)",
+            "first, last = nodes_of_chunk(totals, i_chunk, num_species, chunk_size, BLOCK_E)",
             *_constants(constants, values),
             *(f"sum{k} = tl.zeros([LANES], T)" for k in range(len(values))),
             "for i in range(first, last):",
@@ -332,8 +341,8 @@ class _Kernels:
             f"at = partial + i_chunk.to(tl.int64) * ({len(values)} * C) + channel",
             *(f"tl.store(at + {k} * C, sum{k}, mask=mask)" for k in range(len(values))),
         ]
-        arrays = [*reads, "order", "chunk_first", "chunk_last", "partial"]
-        return _compiled(f"{name}_{self._name}", [*arrays, "C: tl.constexpr", "BLOCK_C: tl.constexpr"], lines)
+        sizes = ["num_species", "chunk_size", "BLOCK_E: tl.constexpr", "C: tl.constexpr", "BLOCK_C: tl.constexpr"]
+        return _compiled(f"{name}_{self._name}", [*reads, "order", "partial", "totals", *sizes], lines)
 
     @functools.cached_property
     def forward(self) -> Any:
@@ -385,48 +394,30 @@ def _launch_nodes(kernel: Any, rows: Sequence[Tensor], species: Tensor, w: Tenso
     )
 
 
-class _Chunks(NamedTuple):
-    """Nodes in chunks of one species: node order[i] for first[j] <= i < last[j] is in chunk j.
-
-    The chunks of species z are start[z] ... start[z + 1] - 1; those from start[-1] on are empty.
-    """
-
-    order: Tensor
-    first: Tensor
-    last: Tensor
-    start: Tensor
-
-
-def _chunks(species: Tensor, num_species: int) -> _Chunks:
-    """Cut the nodes into chunks, on the device alone: their number is the most that there can be."""
-    nodes, device = species.shape[0], species.device
-    # A chunk is one warp for each block of channels: some 500 of them fill the card; each costs a row of partial sums.
-    size = min(64, max(8, triton.next_power_of_2(nodes // 512)))
-    ordered, order = torch.sort(species, stable=True)
-    bounds = torch.searchsorted(ordered, torch.arange(num_species + 1, device=device, dtype=species.dtype))
-    start = torch.nn.functional.pad(((bounds.diff() + (size - 1)) // size).cumsum(0), (1, 0))
-    index = torch.arange(triton.cdiv(nodes, size) + num_species, device=device)
-    z = torch.searchsorted(start[1:], index, right=True).clamp_(max=num_species - 1)
-    first = bounds[z] + (index - start[z]) * size
-    return _Chunks(order, first, torch.minimum(first + size, bounds[z + 1]), start)
-
-
 def _launch_weights(kernels: _Kernels, name: str, rows: Sequence[Tensor], species: Tensor, num_species: int) -> Tensor:
     """Launch the kernel of this name to gradients of weights [E, K, C], and the sum of its chunks."""
     terms, channels = len(kernels.spec.terms), rows[0].shape[1 if kernels.layout == "mul_ir" else 2]
     out = rows[0].new_empty(num_species, terms, channels)
     if species.shape[0] == 0 or out.numel() == 0:
         return out.zero_()
-    chunks = _chunks(species, num_species)
-    partial = out.new_empty(chunks.first.shape[0], terms, channels)
+    nodes = nodes_by_species(species, num_species)
+    partial = out.new_empty(nodes.max_chunks, terms, channels)
     block = min(CHANNELS, triton.next_power_of_2(channels))
-    grid = (partial.shape[0], triton.cdiv(channels, block))
-    sizes = {"C": channels, "BLOCK_C": block}
-    arrays = (*rows, chunks.order, chunks.first, chunks.last, partial)
-    getattr(kernels, name)[grid](*arrays, **sizes, num_warps=1, enable_fp_fusion=True)
+    grid = (nodes.max_chunks, triton.cdiv(channels, block))
+    chunks = (nodes.totals, num_species, nodes.chunk_size)
+    sizes = {"BLOCK_E": padded_species(num_species), "C": channels, "BLOCK_C": block}
+    getattr(kernels, name)[grid](*rows, nodes.order, partial, *chunks, **sizes, num_warps=1, enable_fp_fusion=True)
     width = terms * channels
     _sum_chunks_kernel[(num_species, triton.cdiv(width, 256))](
-        partial, chunks.start, out, WIDTH=width, ROWS=8, BLOCK=256, num_warps=4
+        partial,
+        nodes.totals,
+        out,
+        nodes.chunk_size,
+        BLOCK_E=sizes["BLOCK_E"],
+        WIDTH=width,
+        ROWS=8,
+        BLOCK=256,
+        num_warps=4,
     )
     return out
 
