@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = 128
+_TILE = 64
 """Nodes of a program: their ranks within it are a comparison of each with each."""
 
 
