@@ -34,7 +34,7 @@ class AcceleratedContraction(SymmetricContraction):
     """mace-torch's module with another ``forward``; made by :func:`accelerate` alone."""
 
     _fastuma_spec: tuple[str, str, int]
-    _fastuma_projections: list[np.ndarray]
+    _fastuma_projections: list[Tensor]
     _fastuma_kept: tuple[tuple, Tensor] | None
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -59,10 +59,11 @@ class AcceleratedContraction(SymmetricContraction):
         key = tuple((w.data_ptr(), w._version, w.dtype, w.device) for part in own for w in part)
         if self._fastuma_kept is not None and self._fastuma_kept[0] == key and not trained:
             return self._fastuma_kept[1]
+        # Moved once: a copy from the host would wait for it in every step of training.
+        self._fastuma_projections = [p.to(own[0][0].device) for p in self._fastuma_projections]
         found = []
         for weights, projection in zip(own, self._fastuma_projections, strict=True):
-            stacked = torch.cat(weights, dim=1).double()  # [E, paths, C]
-            found.append(torch.from_numpy(projection).to(stacked) @ stacked)
+            found.append(projection @ torch.cat(weights, dim=1).double())  # [K, paths] @ [E, paths, C]
         combined = torch.cat(found, dim=1).to(own[0][0].dtype)
         self._fastuma_kept = None if trained else (key, combined)
         return combined
@@ -73,7 +74,7 @@ def _weights_of(part: Any) -> list[Tensor]:
     return [part.weights_max, *part.weights]
 
 
-def _projection(part: Any, spec: Contraction, degree: int) -> np.ndarray:
+def _projection(part: Any, spec: Contraction, degree: int) -> Tensor:
     """Each path of one output irrep as a combination of its polynomials: [K, paths], so that new = projection @ old."""
     terms = spec.terms_of(degree)
     columns = []
@@ -93,7 +94,7 @@ def _projection(part: Any, spec: Contraction, degree: int) -> np.ndarray:
                 f"got a remainder of {abs(wanted).max():.1e}"
             )
         columns.append(found)
-    return np.concatenate(columns, axis=1)
+    return torch.from_numpy(np.concatenate(columns, axis=1))
 
 
 def _accelerate_one(name: str, module: SymmetricContraction) -> None:
@@ -123,7 +124,7 @@ def accelerate(model: torch.nn.Module) -> torch.nn.Module:
     Results agree with the original to rounding, in the type of the model; weights may go on training, and energies,
     forces and Hessians are differentiable as before. On CUDA devices the work is done by Triton kernels, elsewhere by
     their plain formula. Models whose contractions cuEquivariance already replaced, or that were turned into
-    TorchScript, have nothing to replace.
+    TorchScript, have nothing to replace; ``MACECalculator(compile_mode=...)`` builds a model anew, without this.
 
     Args:
         model: any module with ``mace.modules.SymmetricContraction`` in it.

@@ -439,7 +439,7 @@ def _batch(function: Any, info: Any, in_dims: tuple, args: tuple, of_nodes: bool
             flat.append(arg)
         found = function.apply(*flat)
         outputs = found if isinstance(found, tuple) else (found,)
-        outputs = tuple(o.unflatten(0, (info.batch_size, -1)) for o in outputs)
+        outputs = tuple(o.view(info.batch_size, o.shape[0] // info.batch_size, *o.shape[1:]) for o in outputs)
     else:
         runs = []
         for i in range(info.batch_size):
@@ -650,4 +650,5 @@ def symmetric_contraction(
     weights = weights.float() if weights.element_size() < 4 else weights
     if not runs_kernels(x):
         return reference.symmetric_contraction(x, species, weights, spec, layout)
-    return _Contract.apply(x, species.contiguous(), weights.contiguous(), _kernels(spec, layout))
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        return _Contract.apply(x, species.contiguous(), weights.contiguous(), _kernels(spec, layout))
