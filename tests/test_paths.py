@@ -38,7 +38,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def hop() -> list[Atoms]:
     """Five images of an atom that moves into a vacancy next to it, in a crystal of 8 sites."""
-    crystal = bulk("Cu", a=3.71) * 2
+    crystal = bulk("Cu", a=3.59) * 2
     start = crystal[1:]
     end = start.copy()
     end.positions[0] = crystal.positions[0]
