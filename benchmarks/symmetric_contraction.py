@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import argparse
 import copy
-import functools
 import gc
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,14 +41,30 @@ from torch import Tensor
 IRREPS_IN = "0e+1o+2e+3o"
 OUTPUTS = {"L0": "0e", "L1": "0e+1o", "L2": "0e+1o+2e"}
 MODES = ("forward", "backward_x", "backward_xw", "double")
-IMPLS = ("fastuma", "fastuma_ir_mul", "mace-torch", "cuequivariance", "openequivariance")
+IMPLS = ("fastuma", "mace-torch", "cuequivariance", "openequivariance", "fastuma_ir_mul")
 STEP_IMPLS = ("mace-torch", "fastuma", "cuequivariance", "openequivariance")
 SPECIES = 89
 CACHE_BYTES = 256e6  # several times the second-level cache
 BYTES_PER_US = 4e6
 FLOP_PER_US = 60e6
 
-Contract = Callable[[Tensor], Tensor]
+
+class Contract(NamedTuple):
+    """One implementation of a contraction.
+
+    Attributes:
+        call: of features and `species_of` species.
+        species_of: indices -> what the implementation takes.
+        weights: its parameters.
+        shape: of the features, without nodes.
+        recordable: into a CUDA graph.
+    """
+
+    call: Callable[[Tensor, Tensor], Tensor]
+    species_of: Callable[[Tensor], Tensor]
+    weights: list[Tensor]
+    shape: tuple[int, ...]
+    recordable: bool = True
 
 
 def wide(irreps: str, channels: int) -> str:
@@ -56,56 +72,61 @@ def wide(irreps: str, channels: int) -> str:
     return "+".join(f"{channels}x{part}" for part in irreps.split("+"))
 
 
-def fastuma(irreps_out: str, channels: int, z: Tensor, layout: str) -> tuple[Contract, list[Tensor], tuple[int, ...]]:
-    """The contraction, its weights and the shape of its input."""
+def fastuma(irreps_out: str, channels: int, device: str, layout: str) -> Contract:
+    """Our own."""
     spec = contraction(IRREPS_IN, irreps_out, 3)
-    weights = torch.randn(SPECIES, len(spec.terms), channels, device=z.device, requires_grad=True)
+    weights = torch.randn(SPECIES, len(spec.terms), channels, device=device, requires_grad=True)
     shape = (channels, spec.size_in) if layout == "mul_ir" else (spec.size_in, channels)
-    return lambda x: symmetric_contraction(x, z, weights, irreps_out, layout=layout), [weights], shape
+    return Contract(
+        lambda x, z: symmetric_contraction(x, z, weights, irreps_out, layout=layout), lambda z: z, [weights], shape
+    )
 
 
-def peer(impl: str, irreps_out: str, channels: int, z: Tensor) -> tuple[Contract, list[Tensor], tuple[int, ...]]:
-    """The same of a peer; ImportError where it is not installed."""
+def peer(impl: str, irreps_out: str, channels: int, device: str) -> Contract:
+    """That of a peer; ImportError where it is not installed."""
     from e3nn import o3
 
     irreps = o3.Irreps(wide(IRREPS_IN, channels)), o3.Irreps(wide(irreps_out, channels))
-    one_hot = torch.nn.functional.one_hot(z, SPECIES).float()
     size_in = o3.Irreps(IRREPS_IN).dim
     if impl == "cuequivariance":
         import cuequivariance_torch  # noqa: F401
         from mace.modules.wrapper_ops import CuEquivarianceConfig, SymmetricContractionWrapper
 
         config = CuEquivarianceConfig(enabled=True, layout="mul_ir", group="O3_e3nn", optimize_all=True)
-        module = SymmetricContractionWrapper(*irreps, 3, SPECIES, cueq_config=config, use_reduced_cg=True).to(z.device)
-        index = z.int()
-        return lambda x: module(x, index), list(module.parameters()), (size_in * channels,)
+        module = SymmetricContractionWrapper(*irreps, 3, SPECIES, cueq_config=config, use_reduced_cg=True).to(device)
+        return Contract(module, lambda z: z.int(), list(module.parameters()), (size_in * channels,))
     if impl == "openequivariance":
         from openequivariance._torch.symmetric_contraction import SymmetricContraction
     else:
         from mace.modules.symmetric_contraction import SymmetricContraction
-    module = SymmetricContraction(*irreps, 3, num_elements=SPECIES).to(z.device)
-    weights = [p for p in module.parameters() if p.requires_grad]
-    return lambda x: module(x, one_hot), weights, (channels, size_in)
+    module = SymmetricContraction(*irreps, 3, num_elements=SPECIES).to(device)
+    return Contract(
+        module,
+        lambda z: torch.nn.functional.one_hot(z.long(), SPECIES).float(),
+        [p for p in module.parameters() if p.requires_grad],
+        (channels, size_in),
+        recordable=impl != "openequivariance",  # it waits for the host
+    )
 
 
-def build(impl: str, irreps_out: str, channels: int, z: Tensor) -> tuple[Contract, list[Tensor], tuple[int, ...]]:
+def build(impl: str, irreps_out: str, channels: int, device: str) -> Contract:
     """What `impl` names."""
     if impl.startswith("fastuma"):
-        return fastuma(irreps_out, channels, z, impl.removeprefix("fastuma").removeprefix("_") or "mul_ir")
-    return peer(impl, irreps_out, channels, z)
+        return fastuma(irreps_out, channels, device, impl.removeprefix("fastuma").removeprefix("_") or "mul_ir")
+    return peer(impl, irreps_out, channels, device)
 
 
-def calls(mode: str, contract: Contract, weights: Sequence[Tensor], shape: tuple[int, ...]) -> Callable[[], Any]:
+def calls(mode: str, contract: Contract, species: Tensor) -> Callable[[], Any]:
     """A call of one mode on inputs of its own, all before it done."""
-    x = torch.randn(shape, device=weights[0].device, requires_grad=True)
+    x = torch.randn(len(species), *contract.shape, device=species.device, requires_grad=True)
     if mode == "forward":
-        return lambda: contract(x)
-    out = contract(x)
+        return lambda: contract.call(x, species)
+    out = contract.call(x, species)
     g = torch.randn_like(out).requires_grad_()
     if mode == "backward_x":
         return lambda: torch.autograd.grad(out, x, g, retain_graph=True)
     if mode == "backward_xw":
-        return lambda: torch.autograd.grad(out, (x, *weights), g, retain_graph=True)
+        return lambda: torch.autograd.grad(out, (x, *contract.weights), g, retain_graph=True)
     (grad,) = torch.autograd.grad(out, x, g, create_graph=True)
     h = torch.randn_like(x)
     return lambda: torch.autograd.grad(grad, (x, g), h, retain_graph=True)
@@ -183,17 +204,15 @@ def floor_us(spec: Contraction, mode: str, nodes: int, channels: int, present: i
     return max(moved / BYTES_PER_US, 2 * count * nodes * channels / FLOP_PER_US)
 
 
-@functools.cache
-def error_of(impl: str, irreps_out: str, channels: int, device: str) -> float:
+def error_of(impl: str, contract: Contract, irreps_out: str, device: str) -> float:
     """Relative error of our outputs and gradients against the formula in float64."""
     z = torch.randint(0, SPECIES, (50,), device=device)
-    contract, (weights,), shape = build(impl, irreps_out, channels, z)
-    x = torch.randn(50, *shape, device=device, requires_grad=True)
-    out = contract(x)
+    x = torch.randn(50, *contract.shape, device=device, requires_grad=True)
+    out = contract.call(x, z)
     exact = x.detach().double().requires_grad_()
     layout = "mul_ir" if impl == "fastuma" else "ir_mul"
     spec = contraction(IRREPS_IN, irreps_out, 3)
-    want = reference.symmetric_contraction(exact, z, weights.double(), spec, layout)
+    want = reference.symmetric_contraction(exact, z, contract.weights[0].double(), spec, layout)
     (grad,) = torch.autograd.grad(out.sum(), x)
     (grad_want,) = torch.autograd.grad(want.sum(), exact)
     return max(((a - b).norm() / b.norm()).item() for a, b in ((out, want), (grad, grad_want)))
@@ -201,61 +220,48 @@ def error_of(impl: str, irreps_out: str, channels: int, device: str) -> float:
 
 def operations(rows: Rows, options: argparse.Namespace, device: str) -> None:
     """The table of single operations."""
-    missing = set()
-    for label in options.outputs:
-        spec = contraction(IRREPS_IN, OUTPUTS[label], 3)
-        for nodes in options.nodes:
-            for present in options.species:
-                chosen = torch.randperm(SPECIES)[:present]
-                z = chosen[torch.randint(0, present, (nodes,))].to(device)
-                for impl in options.impls:
-                    if impl in missing:
-                        continue
-                    try:
-                        contract, weights, shape = build(impl, OUTPUTS[label], options.channels, z)
-                    except ImportError as error:
-                        missing.add(impl)
-                        print(f"{impl}: left out, {brief(error)}", flush=True)
-                        continue
-                    for mode in options.modes:
-                        name = f"{label}_z{present}"
-                        if rows.time_is_up(f"{impl} {name} {nodes} {mode}"):
-                            return
-                        row = {"op": mode, "system": name, "atoms": nodes, "impl": impl, "precision": "float32"}
-                        floor = floor_us(spec, mode, nodes, options.channels, present)
-                        try:
-                            recordable = impl != "openequivariance"  # it waits for the host
-                            row |= time_one(mode, contract, weights, (nodes, *shape), options.seconds, recordable)
-                        except torch.cuda.OutOfMemoryError:
-                            row["out_of_memory"] = True
-                        except RuntimeError as error:
-                            row["error"] = brief(error)
-                        row["floor_us"] = floor
-                        if floor and row.get("device_us"):
-                            row["of_floor"] = row["device_us"] / floor
-                        if impl.startswith("fastuma") and mode == "forward":
-                            row["rel_err"] = error_of(impl, OUTPUTS[label], options.channels, device)
-                        rows.write(row, ("eager_us", "device_us", "floor_us", "of_floor", "rel_err"))
-                        gc.collect()
+    for label, impl in itertools.product(options.outputs, options.impls):
+        try:
+            contract = build(impl, OUTPUTS[label], options.channels, device)
+        except ImportError as error:
+            print(f"{impl}: left out, {brief(error)}", flush=True)
+            continue
+        error = error_of(impl, contract, OUTPUTS[label], device) if impl.startswith("fastuma") else None
+        for nodes, present, mode in itertools.product(options.nodes, options.species, options.modes):
+            if rows.time_is_up(f"{impl} {label} {nodes} {mode}"):
+                return
+            z = torch.randperm(SPECIES)[:present][torch.randint(0, present, (nodes,))].to(device)
+            row = {"op": mode, "system": f"{label}_z{present}", "atoms": nodes, "impl": impl, "precision": "float32"}
+            row |= {"rel_err": error}
+            floor = floor_us(contraction(IRREPS_IN, OUTPUTS[label], 3), mode, nodes, options.channels, present)
+            row["floor_us"] = floor
+            try:
+                row |= time_one(mode, contract, contract.species_of(z), options.seconds)
+            except torch.cuda.OutOfMemoryError:
+                row["out_of_memory"] = True
+            except RuntimeError as failure:
+                row["error"] = brief(failure)
+            if floor and row.get("device_us"):
+                row["of_floor"] = row["device_us"] / floor
+            rows.write(row, ("eager_us", "device_us", "floor_us", "of_floor", "rel_err"))
+            gc.collect()
 
 
-def time_one(
-    mode: str, contract: Contract, weights: Sequence[Tensor], shape: tuple[int, ...], seconds: float, recordable: bool
-) -> dict[str, Any]:
+def time_one(mode: str, contract: Contract, species: Tensor, seconds: float) -> dict[str, Any]:
     """Eager and device time of one cell of the table."""
-    make = functools.partial(calls, mode, contract, weights, shape)
-    times = eager(make(), seconds)
+    times = eager(calls(mode, contract, species), seconds)
     row: dict[str, Any] = quantiles(times) | {"eager_us": 1e3 * float(np.median(times))}
     if not torch.cuda.is_available():
         return row
+    if not contract.recordable:
+        return row | {"device_us": summed(calls(mode, contract, species)), "device_by": "profiler"}
     # Calls of some milliseconds push one another's inputs out of the cache by themselves.
-    number = 1 if row["median_ms"] > 5 else int(np.clip(CACHE_BYTES // (4 * np.prod(shape)), 4, 32))
-    if not recordable:
-        return row | {"device_us": summed(make()), "device_by": "profiler"}
+    inputs = 4 * len(species) * float(np.prod(contract.shape))
+    number = 1 if row["median_ms"] > 5 else int(np.clip(CACHE_BYTES // inputs, 4, 32))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        prepared = [make() for _ in range(number)]
+        prepared = [calls(mode, contract, species) for _ in range(number)]
     return row | {"device_us": replayed(prepared, stream), "device_by": "graph"}
 
 
@@ -358,7 +364,7 @@ def main() -> None:
     parser.add_argument("--outputs", nargs="+", choices=tuple(OUTPUTS), default=tuple(OUTPUTS))
     parser.add_argument("--nodes", nargs="+", type=int, default=(1000, 3000, 10000))
     parser.add_argument("--species", nargs="+", type=int, default=(10,), help="species present, of 89")
-    parser.add_argument("--impls", nargs="+", choices=IMPLS, default=IMPLS)
+    parser.add_argument("--impls", nargs="+", choices=IMPLS, default=IMPLS[:4])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--channels", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=0.1, help="time for the repeats of one cell, eager")
