@@ -11,6 +11,7 @@ import pytest
 import torch
 from ase import Atoms
 from ase.build import bulk, molecule
+from ase.filters import FrechetCellFilter
 from ase.md.verlet import VelocityVerlet
 from ase.optimize import BFGS
 from devices import DEVICES
@@ -201,10 +202,13 @@ def test_calculator_agrees_in_float32(device):
 
 
 def test_runs_in_ase():
-    """A relaxation and dynamics at constant energy, as ASE's users do them."""
-    atoms = structures()[1]
-    atoms.calc = calculator(accelerate(small_model()))
-    BFGS(atoms, logfile=None).run(fmax=0.05, steps=5)
+    """Relaxations of a cell and of a molecule, and dynamics at constant energy, as ASE's users do them."""
+    crystal, atoms = structures()
+    crystal.calc = atoms.calc = calculator(accelerate(small_model()))
+    before = crystal.get_potential_energy()
+    BFGS(FrechetCellFilter(crystal), logfile=None).run(fmax=1e-6, steps=3)
+    assert crystal.get_potential_energy() < before
+    BFGS(atoms, logfile=None).run(fmax=1e-6, steps=5)
     energies = []
     dynamics = VelocityVerlet(atoms, 0.2)
     dynamics.attach(lambda: energies.append(atoms.get_total_energy()))
