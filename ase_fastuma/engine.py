@@ -26,6 +26,7 @@ from ase_fastuma.kernels._launch import runs_kernels
 from ase_fastuma.kernels.atomwise import AtomwiseWeights, atomwise, atomwise_weights
 from ase_fastuma.kernels.edge import EdgeList
 from ase_fastuma.kernels.forces import forces_and_virial
+from ase_fastuma.kernels.geometry import edge_geometry
 from ase_fastuma.kernels.layout import LMAX, M_MAJOR, NUM_COEFFICIENTS, NUM_GATES, NUM_RADIAL
 from ase_fastuma.kernels.linear import BlockWeights, block_linear, block_weights
 from ase_fastuma.kernels.norm import add_rms_norm
@@ -395,20 +396,17 @@ class FusedBackend:
 
     @torch.no_grad()
     def _geometry(self, network: _Network, inputs: EdgeInputs) -> convolution.Geometry:
-        cutoff = self._architecture.cutoff
-        distances = inputs.vectors.norm(dim=1)
-        rows = network.element_rows[inputs.numbers]
-        num_edges, num_nodes = inputs.num_edges, inputs.numbers.shape[0]
+        cutoff, num_nodes = self._architecture.cutoff, inputs.numbers.shape[0]
+        element = network.element_rows[inputs.numbers]
+        edges = edge_geometry(
+            inputs.vectors, inputs.source, inputs.target, element, network.num_elements, cutoff, self._dtype
+        )
         return convolution.Geometry(
-            vectors=inputs.vectors.to(self._dtype),
-            distances=distances,
-            pair=rows[inputs.source] * network.num_elements + rows[inputs.target],
-            weight=reference.envelope(distances, cutoff).to(self._dtype),
-            weight_slope=reference.envelope_slope(distances, cutoff).to(self._dtype),
+            **edges._asdict(),
             source=inputs.source,
             target=inputs.target,
             chunks=_chunks(inputs, num_nodes),
-            keep=self._keep(num_edges),
+            keep=self._keep(inputs.num_edges),
             cutoff=cutoff,
             num_nodes=num_nodes,
         )
@@ -472,11 +470,7 @@ class FusedBackend:
         arch, (charge, spin) = self._architecture, totals
         for channels, total in ((arch.charge_balanced_channels, charge), (arch.spin_balanced_channels, spin - 1)):
             if channels:
-                chosen = slice(min(channels), max(channels) + 1)
-                scalars = x[:, :1, chosen]
-                balanced = scalars - (scalars.sum(dim=0, keepdim=True) - total) / x.shape[0]
-                row = torch.cat([x[:, :1, : chosen.start], balanced, x[:, :1, chosen.stop :]], dim=2)
-                x = torch.cat([row, x[:, 1:]], dim=1)
+                x = _Balance.apply(x, slice(min(channels), max(channels) + 1), total)
         return x
 
     def _results(
@@ -494,6 +488,22 @@ class FusedBackend:
             out["forces"] = flat[num_atoms : 4 * num_atoms].reshape(num_atoms, 3).copy()
             out["stress"] = (virial + virial.T) / (2 * system.volume)
         return {name: value for name, value in out.items() if name in properties}
+
+
+class _Balance(torch.autograd.Function):
+    """Shift the scalars of some channels so that they sum to a total: a projection, its own gradient with total 0."""
+
+    @staticmethod
+    def forward(ctx, x, channels, total):
+        ctx.channels = channels
+        scalars = x[:, 0, channels]
+        out = x.clone()
+        out[:, 0, channels] = scalars - (scalars.mean(dim=0) - total / x.shape[0])
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Balance.apply(grad, ctx.channels, 0), None, None
 
 
 class _Mixture:

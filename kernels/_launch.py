@@ -25,15 +25,26 @@ class EdgeTile(NamedTuple):
     warps: int
 
 
-def edge_tile(channels: int, itemsize: int) -> EdgeTile:
+def edge_tile(channels: int, itemsize: int, edges: int = 4, warps: int = 4) -> EdgeTile:
     """Tiles of the edge kernels: 16 bytes a lane, one edge a warp at 128 float32 channels.
 
     A program of 4 warps then holds 4 edges; all 9 coefficients of an edge stay in registers, about 150 a thread. Wider
-    channels take fewer edges, so the registers hold.
+    channels take fewer edges and more warps, so the registers hold. `edges` and `warps` are those at 128 float32
+    channels.
     """
     padded = max(16, triton.next_power_of_2(channels))
-    edges = max(1, min(4, 2048 // (padded * itemsize)))
-    return EdgeTile(edges, padded, 4)
+    warps_an_edge = max(1, padded * itemsize // 512)
+    return EdgeTile(max(1, edges // warps_an_edge), padded, max(warps, warps_an_edge))
+
+
+@functools.cache
+def _processors(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+def few_atoms(num_atoms: int, device: torch.device) -> bool:
+    """Whether programs of one atom each leave much of the card idle, so that each should be wide."""
+    return device.type != "cuda" or num_atoms < 4 * _processors(device.index or 0)
 
 
 class MatmulTile(NamedTuple):
@@ -58,19 +69,23 @@ _SPLIT_TILES = (MatmulTile(256, 128, 32, 8, 4), MatmulTile(128, 128, 64, 8, 2), 
 _HALF_TILES = (MatmulTile(128, 256, 64, 8, 4), MatmulTile(128, 128, 64, 8, 4), MatmulTile(128, 128, 64, 8, 3))
 # A shallow product is bound by what it writes: wide tiles read its rows once.
 _SHALLOW_TILES = (MatmulTile(128, 256, 32, 8, 3), MatmulTile(128, 128, 32, 8, 3))
-_SMALL_TILE = MatmulTile(64, 128, 64, 4, 3)
-_SMALLEST_TILE = MatmulTile(64, 64, 32, 4, 2)
+# Few rows: smaller tiles fill the card. The last ones are the last resort for many rows too.
+_SMALL_SPLIT_TILES = (MatmulTile(128, 128, 64, 8, 3), MatmulTile(64, 128, 32, 4, 4), MatmulTile(64, 64, 32, 4, 2))
+_SMALL_HALF_TILES = (MatmulTile(64, 128, 64, 4, 3), MatmulTile(64, 64, 32, 4, 2))
+_SMALL_SHALLOW_TILES = (MatmulTile(64, 128, 32, 4, 4), MatmulTile(64, 64, 32, 4, 2))
 
 
 def matmul_tile(rows: int, depth: int, columns: int, operand: str, device: torch.device) -> MatmulTile:
-    """Tiles of the block matrix product by operand kind ("split" or "half").
-
-    Small systems take 64 rows so that the grid fills the card.
-    """
+    """Tiles of the block matrix product by operand kind ("split" or "half")."""
     available = shared_memory_per_block(device.index or 0) if device.type == "cuda" else 160 * 1024
-    large = _SHALLOW_TILES if depth <= 128 else _SPLIT_TILES if operand == "split" else _HALF_TILES
+    if depth <= 128:
+        large, small = _SHALLOW_TILES, _SMALL_SHALLOW_TILES
+    elif operand == "split":
+        large, small = _SPLIT_TILES, _SMALL_SPLIT_TILES
+    else:
+        large, small = _HALF_TILES, _SMALL_HALF_TILES
     narrow = max(16, triton.next_power_of_2(columns))
-    for tile in (*(large if rows > 16384 else ()), _SMALL_TILE, _SMALLEST_TILE):
+    for tile in (*(large if rows > 16384 else ()), *small):
         fitted = tile._replace(n=min(tile.n, narrow))
         bytes_per_stage = (2 if operand == "split" else 1) * 2 * fitted.k * (fitted.m + fitted.n)
         if fitted.stages * bytes_per_stage <= available:

@@ -46,7 +46,7 @@ from ._device import (
     store_vector_gradient,
     torque,
 )
-from ._launch import edge_tile, runs_kernels
+from ._launch import edge_tile, few_atoms, runs_kernels
 from .layout import M_BLOCKS, NUM_COEFFICIENTS, NUM_RADIAL
 from .operand import SPLIT_OF_KIND, Operand, empty_operand, plain_operand
 
@@ -321,7 +321,7 @@ def gather_rotate_scale_forward(x: Tensor, vectors: Tensor, radial: Operand, edg
     num_edges, width = vectors.shape[0], x.shape[2]
     out = empty_operand(num_edges, NUM_COEFFICIENTS * 2 * width, kind, x.device)
     if num_edges:
-        tile = edge_tile(width, x.element_size())
+        tile = edge_tile(width, x.element_size(), edges=1, warps=2)
         _gather_rotate_scale_kernel[(triton.cdiv(num_edges, tile.edges),)](
             x,
             vectors,
@@ -369,7 +369,8 @@ def gather_rotate_scale_backward(
     grad_radial = torch.empty_like(radial.high) if radial_slope is None else None
     num_targets, num_sources = edges.target_start.shape[0] - 1, edges.source_nodes.shape[0]
     if num_nodes:
-        tile = edge_tile(width, x.element_size())
+        edges_warps = (8, 8) if few_atoms(num_nodes, x.device) else (1, 1)
+        tile = edge_tile(width, x.element_size(), *edges_warps)
         _gather_rotate_scale_backward_kernel[(max(num_targets, num_sources), 2)](
             grad.high,
             grad.unscale,
@@ -617,7 +618,8 @@ def rotate_back_sum_forward(z: Operand, vectors: Tensor, weight: Tensor, edges: 
     num_targets = edges.target_start.shape[0] - 1
     out = vectors.new_empty(num_targets, NUM_COEFFICIENTS, width)
     if num_targets:
-        tile = edge_tile(width, out.element_size())
+        edges_warps = (4, 8) if few_atoms(edges.num_nodes, out.device) else (2, 4)
+        tile = edge_tile(width, out.element_size(), *edges_warps)
         _rotate_back_sum_kernel[(num_targets,)](
             z.high,
             z.unscale,
