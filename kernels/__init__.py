@@ -10,5 +10,4 @@ Nothing here knows fairchem. Import operations from their own files, which is wh
     from ase_fastuma.kernels.norm import add_rms_norm
     from ase_fastuma.kernels.rotation import edge_rotation, rotate, rotate_back
     from ase_fastuma.kernels.symmetric_contraction import symmetric_contraction
-    from ase_fastuma.kernels.symmetric_contraction import symmetric_contraction
 """
