@@ -72,11 +72,15 @@ _SHALLOW_TILES = (MatmulTile(128, 256, 32, 8, 3), MatmulTile(128, 128, 32, 8, 3)
 # Few rows: smaller tiles fill the card. The last ones are the last resort for many rows too.
 _SMALL_SPLIT_TILES = (MatmulTile(128, 128, 64, 8, 3), MatmulTile(64, 128, 32, 4, 4), MatmulTile(64, 64, 32, 4, 2))
 _SMALL_HALF_TILES = (MatmulTile(64, 128, 64, 4, 3), MatmulTile(64, 64, 32, 4, 2))
+_GROUPED_SPLIT_TILES = _SMALL_SPLIT_TILES[1:]  # a group begins a tile of its own: fewer rows leave less of it empty
 _SMALL_SHALLOW_TILES = (MatmulTile(64, 128, 32, 4, 4), MatmulTile(64, 64, 32, 4, 2))
 
 
-def matmul_tile(rows: int, depth: int, columns: int, operand: str, device: torch.device) -> MatmulTile:
-    """Tiles of the block matrix product by operand kind ("split" or "half")."""
+def matmul_tile(rows: int | None, depth: int, columns: int, operand: str, device: torch.device) -> MatmulTile:
+    """Tiles of the block matrix product by operand kind ("split" or "half").
+
+    `rows` None: tiles that depend on nothing else, for rows in groups, whose results must not depend on other groups.
+    """
     available = shared_memory_per_block(device.index or 0) if device.type == "cuda" else 160 * 1024
     if depth <= 128:
         large, small = _SHALLOW_TILES, _SMALL_SHALLOW_TILES
@@ -85,7 +89,9 @@ def matmul_tile(rows: int, depth: int, columns: int, operand: str, device: torch
     else:
         large, small = _HALF_TILES, _SMALL_HALF_TILES
     narrow = max(16, triton.next_power_of_2(columns))
-    for tile in (*(large if rows > 16384 else ()), *small):
+    if rows is None:
+        large, small = (), _GROUPED_SPLIT_TILES if operand == "split" else _SMALL_HALF_TILES
+    for tile in (*(large if rows is not None and rows > 16384 else ()), *small):
         fitted = tile._replace(n=min(tile.n, narrow))
         bytes_per_stage = (2 if operand == "split" else 1) * 2 * fitted.k * (fitted.m + fitted.n)
         if fitted.stages * bytes_per_stage <= available:

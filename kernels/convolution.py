@@ -27,7 +27,7 @@ from .edge import (
 )
 from .gate import gate_backward, gate_forward
 from .layout import M_BLOCKS, NUM_COEFFICIENTS, NUM_RADIAL
-from .linear import BlockWeights, block_matmul
+from .linear import BlockWeights, RowGroups, block_matmul
 from .operand import Operand, to_operand
 from .radial import Radial
 
@@ -66,6 +66,7 @@ class Geometry:
         source, target: atoms of each edge [E].
         chunks: the edges in parts that are worked on one after another.
         keep: what to keep for the backward pass.
+        groups: groups of edges that have SO(2) weights of their own; None where all edges share them.
     """
 
     vectors: Tensor
@@ -79,6 +80,7 @@ class Geometry:
     keep: Keep
     cutoff: float
     num_nodes: int
+    groups: RowGroups | None = None
 
 
 class S2Grid(NamedTuple):
@@ -116,9 +118,11 @@ class ConvolutionWeights:
         return out.flatten(1)
 
 
-def _matmul(x: Operand, weights: BlockWeights, transposed: bool = False, biased: bool = True) -> Operand:
+def _matmul(
+    x: Operand, weights: BlockWeights, groups: RowGroups | None, transposed: bool = False, biased: bool = True
+) -> Operand:
     """A product between two kernels: where operands have eleven bits, so has it."""
-    return block_matmul(x, weights, transposed, biased, half=weights.kind == "half")
+    return block_matmul(x, weights, transposed, biased, half=weights.kind == "half", groups=groups)
 
 
 def _activate(first: Operand, w: ConvolutionWeights) -> Operand:
@@ -143,14 +147,15 @@ class _Part:
         self.vectors, self.distances = geometry.vectors[rows], geometry.distances[rows]
         self.pair, self.weight = geometry.pair[rows], geometry.weight[rows]
         self.weight_slope = geometry.weight_slope[rows]
+        self.groups = geometry.groups
 
     def radial(self, radial: Radial, out: BlockWeights, kind: str) -> Operand:
         """Radial weights [E, R]."""
-        return _matmul(radial.hidden(self.distances, self.pair, kind, False)[0], out)
+        return _matmul(radial.hidden(self.distances, self.pair, kind, False)[0], out, self.groups)
 
     def radial_slope(self, radial: Radial, out: BlockWeights, kind: str) -> Operand:
         """Their derivatives with respect to the distance [E, R]."""
-        return _matmul(radial.hidden(self.distances, self.pair, kind, True)[1], out, biased=False)
+        return _matmul(radial.hidden(self.distances, self.pair, kind, True)[1], out, self.groups, biased=False)
 
 
 @dataclass
@@ -172,9 +177,9 @@ class _EdgeConvolution(torch.autograd.Function):
             radial = part.radial(w.radial, w.radial_out, w.kind)
             pair = gather_rotate_scale_forward(x, part.vectors, radial, part.edges, w.kind)
             radial = radial if keep.radial else None
-            first = _matmul(pair, w.first)
+            first = _matmul(pair, w.first, part.groups)
             del pair
-            second = _matmul(_activate(first, w), w.second)
+            second = _matmul(_activate(first, w), w.second, part.groups)
             sums.append(rotate_back_sum_forward(second, part.vectors, part.weight, part.edges, w.channels))
             kept.append(_Kept(radial, first if keep.first else None, second if keep.second else None))
             del radial, first, second
@@ -203,19 +208,19 @@ class _EdgeConvolution(torch.autograd.Function):
                 radial = kept.radial or part.radial(w.radial, w.radial_out, w.kind)
                 pair = gather_rotate_scale_forward(x, part.vectors, radial, part.edges, w.kind)
                 del radial
-                first = _matmul(pair, w.first)
+                first = _matmul(pair, w.first, part.groups)
                 del pair
             if z is None:
-                z = _matmul(_activate(first, w), w.second)
+                z = _matmul(_activate(first, w), w.second, part.groups)
             grad_z, out_vectors, _ = rotate_back_sum_backward(
                 grad, z, part.vectors, part.weight, part.edges, w.kind, part.weight_slope
             )
             del z
-            grad_gated = _matmul(grad_z, w.second, transposed=True)
+            grad_gated = _matmul(grad_z, w.second, part.groups, transposed=True)
             del grad_z
             grad_first = _activate_backward(grad_gated, first, w)
             del grad_gated, first
-            grad_pair = _matmul(grad_first, w.first, transposed=True)
+            grad_pair = _matmul(grad_first, w.first, part.groups, transposed=True)
             del grad_first
             # The radial weights come last: with their slopes they are the largest arrays but one.
             radial = kept.radial or part.radial(w.radial, w.radial_out, w.kind)

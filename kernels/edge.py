@@ -62,6 +62,7 @@ class EdgeList(NamedTuple):
         source_nodes: the atoms whose outgoing edges these are [S].
         source_start: first entry of ``by_source`` of each of them [S + 1].
         num_nodes: number of atoms N in all.
+        packed: these are the edges of several systems, whose sums must not depend on how many others there are.
     """
 
     source: Tensor
@@ -72,6 +73,7 @@ class EdgeList(NamedTuple):
     source_nodes: Tensor
     source_start: Tensor
     num_nodes: int
+    packed: bool = False
 
     @property
     def whole(self) -> bool:
@@ -369,7 +371,7 @@ def gather_rotate_scale_backward(
     grad_radial = torch.empty_like(radial.high) if radial_slope is None else None
     num_targets, num_sources = edges.target_start.shape[0] - 1, edges.source_nodes.shape[0]
     if num_nodes:
-        edges_warps = (8, 8) if few_atoms(num_nodes, x.device) else (1, 1)
+        edges_warps = (8, 8) if not edges.packed and few_atoms(num_nodes, x.device) else (1, 1)
         tile = edge_tile(width, x.element_size(), *edges_warps)
         _gather_rotate_scale_backward_kernel[(max(num_targets, num_sources), 2)](
             grad.high,
@@ -618,7 +620,7 @@ def rotate_back_sum_forward(z: Operand, vectors: Tensor, weight: Tensor, edges: 
     num_targets = edges.target_start.shape[0] - 1
     out = vectors.new_empty(num_targets, NUM_COEFFICIENTS, width)
     if num_targets:
-        edges_warps = (4, 8) if few_atoms(edges.num_nodes, out.device) else (2, 4)
+        edges_warps = (4, 8) if not edges.packed and few_atoms(edges.num_nodes, out.device) else (2, 4)
         tile = edge_tile(width, out.element_size(), *edges_warps)
         _rotate_back_sum_kernel[(num_targets,)](
             z.high,

@@ -4,12 +4,17 @@ Formula (:func:`.reference.block_linear`): ``y[:, block b] = x[:, block b] @ W_b
 An SO(2) linear has three blocks, |m| = 0, 1, 2, in one launch; an ordinary linear has one. Gradients with respect to x
 are the same kernel on the transposed weights, stored beside them, so both directions cost the same.
 
+Weights may come in groups: each of G systems, say, has merged weights of its own. Rows then lie in consecutive groups,
+a group begins a tile of its own, and one launch works through all of them; a group's results do not depend on others.
+
 Precision is that of the operands (:mod:`.operand`). The kernel takes half-precision operands; IEEE float32 and float64
 go to the vendor's library, which is the fastest there. Torch's TF32 switches do not act on any of these products.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +41,9 @@ def _block_linear_kernel(
     out,
     out_unscale,
     num_rows,
+    tile_group,
+    tile_first,
+    tile_last,
     K0: tl.constexpr,
     K1: tl.constexpr,
     K2: tl.constexpr,
@@ -47,6 +55,7 @@ def _block_linear_kernel(
     SPLIT: tl.constexpr,
     BIAS: tl.constexpr,
     HALF: tl.constexpr,
+    GROUPED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -70,9 +79,19 @@ def _block_linear_kernel(
         x_first = tl.multiple_of(x_first, 16)
         w_first = tl.multiple_of(w_first, 16)
     i_n = i_tile - tl.where(in_2, T0 + T1, tl.where(in_1, T0, 0))
-    rows = i_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    if GROUPED:
+        rows = tl.load(tile_first + i_m) + tl.arange(0, BLOCK_M)
+        m_m = rows < tl.load(tile_last + i_m)
+        group = tl.load(tile_group + i_m)
+        w_high += group * (K0 * N0 + K1 * N1 + K2 * N2)
+        if SPLIT == 2:
+            w_low += group * (K0 * N0 + K1 * N1 + K2 * N2)
+        w_unscale += group * (N0 + N1 + N2)
+        w_bound += group * 2
+    else:
+        rows = i_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        m_m = rows < num_rows
     columns = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    m_m = rows < num_rows
     m_n = columns < width
     o_k = tl.arange(0, BLOCK_K)
     x_offset = rows[:, None] * (K0 + K1 + K2) + x_first + o_k[None, :]
@@ -109,17 +128,43 @@ def _block_linear_kernel(
     tl.store(out + o_offset, sums.to(out.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
 
 
+class RowGroups:
+    """Rows in consecutive groups, group g being rows starts[g] : starts[g + 1].
+
+    Attributes:
+        starts: first row of each group, and the number of rows [G + 1], increasing or equal.
+    """
+
+    def __init__(self, starts: Sequence[int], device: torch.device) -> None:
+        self.starts = tuple(starts)
+        self._device = device
+        self._tiles: dict[int, Tensor] = {}
+
+    def tiles(self, rows: int) -> Tensor:
+        """Group, first row and end of the rows of each tile of so many rows [3, T], int64; kept."""
+        if rows not in self._tiles:
+            tiles = [
+                (g, first, end)
+                for g, (start, end) in enumerate(itertools.pairwise(self.starts))
+                for first in range(start, end, rows)
+            ]
+            found = torch.tensor(tiles, dtype=torch.int64).view(-1, 3).T.contiguous()
+            self._tiles[rows] = found.to(self._device)
+        return self._tiles[rows]
+
+
 @dataclass(frozen=True)
 class BlockWeights:
     """Weights of a block linear, stored for products in both directions.
 
     Attributes:
         shapes: (K_b, N_b) of each block, one to three of them.
-        matrices: the weights as they came, [K_b, N_b].
-        bias: [N_0] or None.
-        forward, backward: flat operands of all W_b^T and of all W_b; None where the library multiplies ``matrices``.
-        forward_bound, backward_bound: powers of two [2]: how much larger than a row's largest entry a product can be,
-            and the bias in units of the largest half that is stored.
+        matrices: the weights as they came, [K_b, N_b], or [G, K_b, N_b] for groups of rows.
+        bias: [N_0] or None, the same for all groups.
+        forward, backward: operands of all W_b^T and of all W_b, a row for each group; None where the library multiplies
+            ``matrices``.
+        forward_bound, backward_bound: powers of two [2] (times groups): how much larger than a row's largest entry a
+            product can be, and the bias in units of the largest half that is stored.
     """
 
     kind: str
@@ -131,22 +176,28 @@ class BlockWeights:
     forward_bound: Tensor | None = None
     backward_bound: Tensor | None = None
 
+    @property
+    def num_groups(self) -> int | None:
+        """G; None for weights that all rows share."""
+        return self.matrices[0].shape[0] if self.matrices[0].dim() == 3 else None
+
 
 def block_weights(matrices: list[Tensor], bias: Tensor | None, kind: str) -> BlockWeights:
-    """Store weights [K_b, N_b] (and a bias of the first block) for products of the given kind."""
+    """Store weights [K_b, N_b], or [G, K_b, N_b], and a bias of the first block for products of the given kind."""
     dtype = torch.float64 if kind == "double" else torch.float32
-    shapes = tuple((m.shape[0], m.shape[1]) for m in matrices)
+    shapes = tuple((m.shape[-2], m.shape[-1]) for m in matrices)
     kept = tuple(m.to(dtype) for m in matrices)
     bias = None if bias is None else bias.to(dtype).contiguous()
     if kind in ("double", "single") or not runs_kernels(kept[0]):
         return BlockWeights(kind, shapes, kept, bias)
-    forward, backward = ([m.T for m in kept], list(kept))
+    grouped = [m if m.dim() == 3 else m[None] for m in kept]
+    forward, backward = [m.mT for m in grouped], grouped
     return BlockWeights(
         kind,
         shapes,
         kept,
         bias,
-        *(_join([to_operand(m, kind) for m in rows]) for rows in (forward, backward)),
+        *(_join([to_operand(m.flatten(0, 1), kind) for m in rows], len(rows[0])) for rows in (forward, backward)),
         *(_bound(rows, b) for rows, b in ((forward, bias), (backward, None))),
     )
 
@@ -154,38 +205,63 @@ def block_weights(matrices: list[Tensor], bias: Tensor | None, kind: str) -> Blo
 def _bound(rows: list[Tensor], bias: Tensor | None) -> Tensor:
     """Powers of two at or above the largest sum of absolute weights of an output, and the bias over the largest half.
 
-    `rows` hold the weights of one output each.
+    `rows` [G, N_b, K_b] hold the weights of one output each; the result is [G, 2].
     """
-    growth = torch.stack([m.abs().sum(dim=1).amax() for m in rows]).amax()
-    shift = growth.new_zeros(()) if bias is None or bias.numel() == 0 else bias.abs().amax() / HALF_TOP
-    bounds = torch.stack([growth, shift]).clamp(min=2.0**-100)
+    growth = torch.stack([m.abs().sum(dim=2).amax(dim=1) for m in rows]).amax(dim=0)
+    shift = torch.zeros_like(growth)
+    if bias is not None and bias.numel():
+        shift += bias.abs().amax() / HALF_TOP
+    bounds = torch.stack([growth, shift], dim=1).clamp(min=2.0**-100)
     return torch.ldexp(torch.ones_like(bounds), torch.frexp(bounds).exponent)
 
 
-def _join(parts: list[Operand]) -> Operand:
-    """Lay operands one after another in flat storage."""
+def _join(parts: list[Operand], num_groups: int) -> Operand:
+    """Lay the operands of blocks one after another, for each group."""
 
     def joined(name: str) -> Tensor | None:
         tensors = [getattr(p, name) for p in parts]
-        return None if tensors[0] is None else torch.cat([t.flatten() for t in tensors])
+        return None if tensors[0] is None else torch.cat([t.reshape(num_groups, -1) for t in tensors], dim=1)
 
     return Operand(parts[0].kind, joined("high"), joined("low"), joined("unscale"))
 
 
+def _library_matmul(x: Operand, weights: BlockWeights, transposed: bool, bias: Tensor | None, groups) -> Tensor:
+    """The products through the vendor's library, group by group."""
+    matrices = [m.mT for m in weights.matrices] if transposed else list(weights.matrices)
+    dense = x.dense()
+    with ieee_products():
+        if groups is None:
+            return reference.block_linear(dense, matrices, bias)
+        parts = [
+            reference.block_linear(dense[first:end], [m[g] for m in matrices], bias)
+            for g, (first, end) in enumerate(itertools.pairwise(groups.starts))
+        ]
+        return torch.cat(parts)
+
+
 def block_matmul(
-    x: Operand, weights: BlockWeights, transposed: bool = False, biased: bool = True, half: bool = False
+    x: Operand,
+    weights: BlockWeights,
+    transposed: bool = False,
+    biased: bool = True,
+    half: bool = False,
+    groups: RowGroups | None = None,
 ) -> Operand:
     """Multiply an operand [M, sum K_b] by the weights, or an output gradient [M, sum N_b] by their transposes.
+
+    Args:
+        half: store the result as halves.
+        groups: the groups that the rows lie in. With weights that all rows share they only see to it that the result of
+            a row does not depend on other rows.
 
     Returns:
         [M, sum N_b] (with the bias, if ``biased``), or [M, sum K_b] for ``transposed``; kind "double" for "double",
         else "single", or "half" where ``half`` asks for it.
     """
     bias = weights.bias if biased and not transposed else None
+    grouped = weights.num_groups is not None
     if weights.forward is None:
-        matrices = [m.T for m in weights.matrices] if transposed else list(weights.matrices)
-        with ieee_products():
-            out = plain_operand(reference.block_linear(x.dense(), matrices, bias))
+        out = plain_operand(_library_matmul(x, weights, transposed, bias, groups if grouped else None))
         return to_operand(out.high, "half") if half else out
     shapes = [(n, k) for k, n in weights.shapes] if transposed else list(weights.shapes)
     w = weights.backward if transposed else weights.forward
@@ -195,9 +271,11 @@ def block_matmul(
     if rows == 0:
         return out
     (k0, n0), (k1, n1), (k2, n2) = shapes + [(0, 0)] * (3 - len(shapes))
-    tile = matmul_tile(rows, max(k0, k1, k2), max(n0, n1, n2), x.kind, x.high.device)
+    tile = matmul_tile(rows if groups is None else None, max(k0, k1, k2), max(n0, n1, n2), x.kind, x.high.device)
     tiles = sum(triton.cdiv(n, tile.n) for _, n in shapes)
-    _block_linear_kernel[(triton.cdiv(rows, tile.m) * tiles,)](
+    row_tiles = groups.tiles(tile.m) if grouped and groups is not None else None
+    num_row_tiles = triton.cdiv(rows, tile.m) if row_tiles is None else row_tiles.shape[1]
+    _block_linear_kernel[(num_row_tiles * tiles,)](
         x.high,
         x.low,
         x.unscale,
@@ -209,6 +287,7 @@ def block_matmul(
         out.high,
         out.unscale,
         rows,
+        *((None, None, None) if row_tiles is None else row_tiles),
         K0=k0,
         K1=k1,
         K2=k2,
@@ -220,6 +299,7 @@ def block_matmul(
         SPLIT=SPLIT_OF_KIND[x.kind],
         BIAS=bias is not None,
         HALF=half,
+        GROUPED=grouped,
         BLOCK_M=tile.m,
         BLOCK_N=tile.n,
         BLOCK_K=tile.k,
@@ -233,21 +313,22 @@ class _BlockLinear(torch.autograd.Function):
     """A linear map or its transpose; the gradient of each is the other, so derivatives of any order are these two."""
 
     @staticmethod
-    def forward(ctx, x, weights, transposed, biased):
-        ctx.weights, ctx.transposed = weights, transposed
-        return block_matmul(to_operand(x, weights.kind), weights, transposed, biased).high
+    def forward(ctx, x, weights, transposed, biased, groups):
+        ctx.weights, ctx.transposed, ctx.groups = weights, transposed, groups
+        return block_matmul(to_operand(x, weights.kind), weights, transposed, biased, groups=groups).high
 
     @staticmethod
     def backward(ctx, grad):
-        return _BlockLinear.apply(grad, ctx.weights, not ctx.transposed, False), None, None, None
+        return _BlockLinear.apply(grad, ctx.weights, not ctx.transposed, False, ctx.groups), None, None, None, None
 
 
-def block_linear(x: Tensor, weights: BlockWeights) -> Tensor:
+def block_linear(x: Tensor, weights: BlockWeights, groups: RowGroups | None = None) -> Tensor:
     """Multiply consecutive column blocks of x by frozen weights; differentiable in x to any order.
 
     Args:
         x: [..., sum of K_b], any floating-point type.
         weights: from :func:`block_weights`.
+        groups: the groups of rows that weights [G, K_b, N_b] belong to; x is then [M, sum of K_b].
 
     Returns:
         [..., sum of N_b], float64 for weights of kind "double", else float32.
@@ -260,5 +341,10 @@ def block_linear(x: Tensor, weights: BlockWeights) -> Tensor:
     if x.device != weights.matrices[0].device:
         raise ValueError(f"x: expected device {weights.matrices[0].device}, got {x.device}")
     x = x.to(weights.matrices[0].dtype)
-    out = _BlockLinear.apply(x.reshape(-1, depth), weights, False, True)
+    if weights.num_groups is not None and (groups is None or len(groups.starts) != weights.num_groups + 1):
+        found = "none" if groups is None else f"{len(groups.starts) - 1}"
+        raise ValueError(f"groups: expected {weights.num_groups} groups of rows, got {found}")
+    if groups is not None and (groups.starts[0] != 0 or groups.starts[-1] != x.numel() // max(depth, 1)):
+        raise ValueError(f"groups: expected the {x.numel() // max(depth, 1)} rows of x, got {groups.starts}")
+    out = _BlockLinear.apply(x.reshape(-1, depth), weights, False, True, groups)
     return out.view(*x.shape[:-1], out.shape[1])

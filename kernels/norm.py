@@ -64,6 +64,7 @@ def _add_rms_norm_kernel(
     BLOCK_C: tl.constexpr,
     ADD: tl.constexpr,
     SHIFT: tl.constexpr,
+    SHIFT_STRIDE: tl.constexpr,
 ):
     """s = x + y (ADD; else s = x, which is not stored again); out_l = s_l r w_l (+ bias + shift on l = 0)."""
     nodes = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
@@ -83,7 +84,7 @@ def _add_rms_norm_kernel(
     w2 = r * tl.load(weight + 2 * C + channels, mask=mask, other=0.0)
     b = tl.load(bias + channels, mask=mask, other=0.0)
     if SHIFT:
-        b += tl.load(shift + channels, mask=mask, other=0.0)
+        b += tl.load(shift + nodes * SHIFT_STRIDE + channels, mask=mask, other=0.0)
     _store_l_major(
         normed + at, C, mask, s0 * w0 + b, s1 * w1, s2 * w1, s3 * w1, s4 * w2, s5 * w2, s6 * w2, s7 * w2, s8 * w2
     )
@@ -159,6 +160,7 @@ def _forward(
             BLOCK_C=tile.channels,
             ADD=y is not None,
             SHIFT=shift is not None,
+            SHIFT_STRIDE=0 if shift is None or shift.dim() == 1 else width,
             num_warps=tile.warps,
         )
     return total, normed
@@ -219,7 +221,8 @@ def add_rms_norm(
     Args:
         x: [N, 9, C], l-major, float32 or float64 (half types are computed in float32).
         y: like x; or None, to normalise x alone.
-        weight: [3, C], one row for each degree; bias: [C], added to l = 0; shift: [C], added to l = 0 as well. Frozen.
+        weight: [3, C], one row for each degree; bias: [C], added to l = 0; shift: [C] or, for each atom its own,
+            [N, C], added to l = 0 as well. Frozen.
         eps: added to the mean square.
 
     Returns:
@@ -231,7 +234,8 @@ def add_rms_norm(
     """
     check_shape("x", x, (None, NUM_COEFFICIENTS, None))
     width = x.shape[2]
-    frozen = {"weight": (weight, (LMAX + 1, width)), "bias": (bias, (width,)), "shift": (shift, (width,))}
+    each = (x.shape[0], width) if isinstance(shift, Tensor) and shift.dim() == 2 else (width,)
+    frozen = {"weight": (weight, (LMAX + 1, width)), "bias": (bias, (width,)), "shift": (shift, each)}
     for name, (tensor, shape) in frozen.items():
         if name == "shift" and tensor is None:
             continue

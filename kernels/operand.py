@@ -21,7 +21,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from ._device import power_of_two_scale, store_value
+from ._launch import runs_kernels
 
 KINDS = ("double", "single", "split", "half")
 SPLIT_OF_KIND = {"double": 0, "single": 0, "half": 1, "split": 2}
@@ -75,11 +80,53 @@ def plain_operand(matrix: Tensor) -> Operand:
     return Operand("double" if matrix.dtype == torch.float64 else "single", matrix)
 
 
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["unscale"])
+def _store_rows_kernel(
+    matrix,
+    high,
+    low,
+    unscale,
+    num_rows,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Scale rows by powers of two and store them as halves."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    columns = tl.arange(0, BLOCK_K)[None, :]
+    m_m = rows < num_rows
+    mask = m_m & (columns < K)
+    value = tl.load(matrix + rows * K + columns, mask=mask, other=0.0)
+    scale, inverse = power_of_two_scale(tl.max(tl.abs(value), axis=1)[:, None])
+    tl.store(unscale + rows, inverse, mask=m_m)
+    store_value(high, low, rows * K + columns, mask, value, scale, SPLIT)
+
+
 def to_operand(matrix: Tensor, kind: str) -> Operand:
     """Store a matrix [M, K] for products of the given kind, with one scale for each row."""
     if kind in ("double", "single"):
         return Operand(kind, matrix.to(torch.float64 if kind == "double" else torch.float32).contiguous())
-    value = matrix.float()
+    value = matrix.float().contiguous()
+    num_rows, depth = value.shape
+    if runs_kernels(value):
+        out = empty_operand(num_rows, depth, kind, value.device)
+        if value.numel():
+            block = max(16, triton.next_power_of_2(depth))
+            rows = max(1, 4096 // block)
+            _store_rows_kernel[(triton.cdiv(num_rows, rows),)](
+                value,
+                out.high,
+                out.low,
+                out.unscale,
+                num_rows,
+                K=depth,
+                BLOCK_M=rows,
+                BLOCK_K=block,
+                SPLIT=SPLIT_OF_KIND[kind],
+                num_warps=4,
+            )
+        return out
     largest = value.abs().amax(dim=1, keepdim=True).clamp(min=2.0**-100)
     scale = torch.ldexp(torch.full_like(largest, 2 * HALF_TOP), -torch.frexp(largest).exponent)
     scaled = value * scale

@@ -296,7 +296,7 @@ def rms_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
     """Equivariant RMS norm over all coefficients, with l = 0 centred and the degrees weighted equally.
 
     Args:
-        x: [N, 9, C], l-major; weight: [3, C], one row for each degree; bias: [C], added to l = 0.
+        x: [N, 9, C], l-major; weight: [3, C], one row for each degree; bias: [C] or [N, C], added to l = 0.
     """
     scalars = x[:, :1] - x[:, :1].mean(dim=2, keepdim=True)
     centred = torch.cat([scalars, x[:, 1:]], dim=1)
@@ -304,7 +304,7 @@ def rms_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
     scale = (torch.stack(degrees).mean(dim=0) + eps).rsqrt()[:, None, None]
     rows = torch.cat([w.expand(2 * degree + 1, -1) for degree, w in enumerate(weight.unsqueeze(1))])
     out = centred * (scale * rows)
-    return torch.cat([out[:, :1] + bias, out[:, 1:]], dim=1)
+    return torch.cat([out[:, :1] + bias.unsqueeze(-2), out[:, 1:]], dim=1)
 
 
 def symmetric_contraction(x: Tensor, species: Tensor, weights: Tensor, contraction: Contraction, layout: str) -> Tensor:

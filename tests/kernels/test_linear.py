@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ase_fastuma.kernels import reference
-from ase_fastuma.kernels.linear import block_linear, block_weights
+from ase_fastuma.kernels.linear import RowGroups, block_linear, block_weights
 from ase_fastuma.kernels.operand import KINDS, to_operand
 from devices import DEVICES
 from edge_graphs import random
@@ -101,3 +101,45 @@ def test_bad_arguments_are_named():
         block_linear(torch.zeros(2, 5), weights)
     with pytest.raises(TypeError, match=r"x: expected a floating-point tensor, got torch.int64"):
         block_linear(torch.zeros(2, 4, dtype=torch.int64), weights)
+
+
+@pytest.mark.parametrize("counts", [(0, 13, 1, 70, 0, 5), (1,), (0, 0)])
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_groups_of_rows(device, kind, shapes, counts):
+    """Each group's rows times its own weights, forward and backward; bitwise the same without the other groups."""
+    matrices = [random((len(counts), *shape), device, torch.float64, i) for i, shape in enumerate(shapes)]
+    bias = random((shapes[0][1],), device, torch.float64, 9)
+    weights = block_weights(matrices, bias, kind)
+    starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    depth, width = sum(k for k, _ in shapes), sum(n for _, n in shapes)
+    exact = random((starts[-1], depth), device, torch.float64, 5)
+    upstream = random((starts[-1], width), device, torch.float64, 6)
+    x = exact.to(weights.matrices[0].dtype).requires_grad_()
+    got = block_linear(x, weights, RowGroups(starts, x.device))
+    (grad,) = torch.autograd.grad(got, x, upstream.to(got.dtype))
+    for g, count in enumerate(counts):
+        rows = slice(starts[g], starts[g + 1])
+        own = [m[g] for m in matrices]
+        want = reference.block_linear(exact[rows], own, bias)
+        if count:
+            assert row_error(got[rows], want) < ERROR[kind]
+            assert row_error(grad[rows], reference.block_linear(upstream[rows], [m.T for m in own], None)) < ERROR[kind]
+        if kind in ("split", "half"):
+            alone = block_weights([m[g : g + 1] for m in matrices], bias, kind)
+            part = x.detach()[rows].requires_grad_()
+            out = block_linear(part, alone, RowGroups([0, count], x.device))
+            assert torch.equal(out, got[rows])
+            assert torch.equal(torch.autograd.grad(out, part, upstream[rows].to(out.dtype))[0], grad[rows])
+
+
+def test_groups_that_do_not_fit_are_refused():
+    weights = block_weights([torch.zeros(2, 4, 3)], None, "single")
+    x = torch.zeros(5, 4)
+    with pytest.raises(ValueError, match="groups: expected 2 groups of rows, got none"):
+        block_linear(x, weights)
+    with pytest.raises(ValueError, match="groups: expected 2 groups of rows, got 1"):
+        block_linear(x, weights, RowGroups([0, 5], x.device))
+    with pytest.raises(ValueError, match="groups: expected the 5 rows of x"):
+        block_linear(x, weights, RowGroups([0, 2, 4], x.device))

@@ -45,6 +45,16 @@ def test_outputs_and_gradients_equal_the_reference(device, num_nodes, width, dty
             torch.testing.assert_close(grad.double(), grad_want, **TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_shift_for_each_atom(device):
+    weight, bias, _ = parameters(16, device, torch.float32)
+    x, shift = random((13, 9, 16), device, torch.float32), random((13, 16), device, torch.float32, 8)
+    _, got = add_rms_norm(x, None, weight, bias, shift)
+    for atom in (0, 7, 12):
+        _, alone = add_rms_norm(x[atom : atom + 1], None, weight, bias, shift[atom])
+        assert torch.equal(got[atom], alone[0])
+
+
 @pytest.mark.parametrize("added", [True, False])
 @pytest.mark.parametrize("device", DEVICES)
 def test_finite_differences(device, added):
@@ -92,7 +102,8 @@ def test_a_sum_that_is_not_wanted_and_strided_or_half_input(device):
         ({"y": torch.zeros(3, 9, 4).double()}, TypeError, r"y: expected torch.float32 like the other arguments"),
         ({"weight": torch.zeros(3, 5)}, ValueError, r"weight: expected shape \[3, 4\], got \[3, 5\]"),
         ({"bias": None}, TypeError, r"bias: expected a tensor \[4\], got NoneType"),
-        ({"shift": torch.zeros(1, 4)}, ValueError, r"shift: expected shape \[4\], got \[1, 4\]"),
+        ({"shift": torch.zeros(1, 4)}, ValueError, r"shift: expected shape \[3, 4\], got \[1, 4\]"),
+        ({"shift": torch.zeros(5)}, ValueError, r"shift: expected shape \[4\], got \[5\]"),
         ({"bias": torch.zeros(4, requires_grad=True)}, ValueError, r"bias: expected a frozen tensor"),
     ],
 )
