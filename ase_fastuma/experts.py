@@ -70,17 +70,19 @@ def expert_coefficients(state: State, architecture: Architecture, system: System
     return torch.softmax(hidden, dim=0) + _SOFTMAX_FLOOR
 
 
-def merged_matrix(state: State, name: str, coefficients: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The weight [out, in] of a linear layer whose experts are `name`.weights [experts, out, in], or its only weight.
+def merged_matrices(state: State, name: str, coefficients: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Weights [G, out, in] of a linear layer whose experts are `name`.weights [experts, out, in], or its only weight.
 
-    Mixed in float64, expert by expert, in a fixed order.
+    `coefficients` are [G, experts]; an only weight is [1, out, in]. Mixed in float64, expert by expert, in a fixed
+    order, so that a mixture does not depend on those mixed beside it.
     """
     experts = state.get(f"{name}.weights")
     if experts is None:
-        return state[f"{name}.weight"].to(dtype)
+        return state[f"{name}.weight"].to(dtype)[None]
     if coefficients is None:
         raise ValueError(f"{name}: expected a plain linear layer, got {experts.shape[0]} experts and no coefficients")
-    merged = torch.zeros(experts.shape[1:], dtype=torch.float64, device=experts.device)
-    for expert, coefficient in zip(experts, coefficients, strict=True):
-        merged += coefficient * expert.double()
+    coefficients = coefficients.to(experts.device)
+    merged = torch.zeros(len(coefficients), *experts.shape[1:], dtype=torch.float64, device=experts.device)
+    for i, expert in enumerate(experts):
+        merged += coefficients[:, i, None, None] * expert.double()
     return merged.to(dtype)

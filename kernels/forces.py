@@ -49,13 +49,16 @@ def _forces_kernel(gradient, vectors, target_start, by_source, source_start, for
     tl.store(virials + i_node * 9 + axes[:, None] * 3 + axes[None, :], virial, mask=square)
 
 
-def forces_and_virial(gradient: Tensor, vectors: Tensor, edges: EdgeList) -> tuple[Tensor, Tensor]:
+def forces_and_virial(
+    gradient: Tensor, vectors: Tensor, edges: EdgeList, lengths: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Forces [N, 3] and virial [3, 3], float64, in the units of the gradient (and times those of the vectors).
 
     Args:
         gradient: dE/dr of each edge [E, 3]; rows beyond those that ``edges`` counts are not read.
         vectors: edge vectors r [E, 3], float64.
         edges: indices of all edges.
+        lengths: atoms of each of S systems that follow one another [S], int64; the virials are then [S, 3, 3].
     """
     num_nodes = edges.num_nodes
     forces = torch.empty(num_nodes, 3, dtype=torch.float64, device=gradient.device)
@@ -72,8 +75,11 @@ def forces_and_virial(gradient: Tensor, vectors: Tensor, edges: EdgeList) -> tup
             BLOCK_E=32,
             num_warps=1,
         )
+    else:
+        gradient, target = gradient.double(), edges.target.long()
+        forces = torch.zeros_like(forces).index_add(0, target, gradient)
+        forces = forces.index_add(0, edges.source.long(), -gradient)
+        virials = torch.zeros_like(virials).index_add(0, target, vectors.double()[:, :, None] * gradient[:, None, :])
+    if lengths is None:
         return forces, virials.sum(dim=0)
-    gradient = gradient.double()
-    forces = torch.zeros_like(forces).index_add(0, edges.target.long(), gradient)
-    forces = forces.index_add(0, edges.source.long(), -gradient)
-    return forces, vectors.double().T @ gradient
+    return forces, torch.segment_reduce(virials.flatten(1), "sum", lengths=lengths).view(-1, 3, 3)

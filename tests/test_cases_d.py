@@ -30,11 +30,11 @@ def energy(atoms: Atoms, calc: FastUMACalculator, **info: object) -> float:
 def count_merges(calc: FastUMACalculator, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """A function that says how often the calculator's backend has merged experts since."""
     backend: Backend = calc._start().backend
-    name = "_merged" if backend.name == "general" else "_build_network"
+    name = "_merged" if backend.name == "general" else "_build_one"
     merges = []
     if backend.name == "fused":
-        before = backend._network.cache_info().misses
-        return lambda: backend._network.cache_info().misses - before
+        before = backend._networks._of_one.cache_info().misses
+        return lambda: backend._networks._of_one.cache_info().misses - before
     original = getattr(backend, name)
     monkeypatch.setattr(backend, name, lambda system: merges.append(system) or original(system))
     return lambda: len(merges)

@@ -249,7 +249,7 @@ def test_supercells_and_images(backends):
 def test_alternating_compositions_reuse_merged_weights(backends, monkeypatch):
     engine = backends()
     first = {n: engine.evaluate(system(*STRUCTURES[n]), ALL) for n in ("salt", "slab")}
-    monkeypatch.setattr(engine, "_loaded", lambda: pytest.fail("weights were merged again"))
+    monkeypatch.setattr(engine._networks, "_loaded", lambda: pytest.fail("weights were merged again"))
     for name in ("salt", "slab", "salt", "slab"):
         assert_equal(engine.evaluate(system(*STRUCTURES[name]), ALL), first[name], 1e-12)
 
