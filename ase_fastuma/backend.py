@@ -33,7 +33,6 @@ class Backend(Protocol):
         | energies | [N] | eV |
         | forces | [N, 3] | eV/A |
         | stress | [3, 3] | eV/A^3, for the volume of `system.cell`; tension positive |
-        | hessian | [3 N, 3 N] | eV/A^2, where the backend offers it |
         """
         ...
 
@@ -41,8 +40,15 @@ class Backend(Protocol):
         """What `evaluate` gives for each of the systems, in order, from one pass over all of them.
 
         They may differ in everything, task included; a property that is not among those of a system's task is missing
-        from its results. Not for Hessians. Raises what `evaluate` raises, where a single system is at fault for all;
+        from its results. Raises what `evaluate` raises, where a single system is at fault for all;
         `evaluation.evaluate_packed` fills passes and sorts out what fails.
+        """
+        ...
+
+    def hessian_products(self, system: System, directions: np.ndarray) -> np.ndarray:
+        """Products of the Hessian (eV/A^2) with directions, both float64 [k, N, 3]; for conservative models.
+
+        Exact, and from one graph for all directions; nothing of it is kept.
         """
         ...
 

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sized
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ase import Atoms
 from ase.calculators.calculator import PropertyNotImplementedError
@@ -90,16 +90,19 @@ def evaluate(
         tasks = list(tasks)
         if isinstance(structures, Sized) and len(tasks) != len(structures):
             raise ValueError(f"tasks: expected one for each of {len(structures)} structures, got {len(tasks)}")
-    requests = _requests(calc, structures, tasks, wanted)
     total = len(structures) if isinstance(structures, Sized) else None
-    hidden = None if progress is None else not progress  # None: tqdm looks whether stderr is a terminal
-    patience = _PATIENCE if progress is None else 0.0
-    outcomes = evaluate_packed(calc._start().backend, requests)
-    outcomes = tqdm(outcomes, total=total, unit="structure", disable=hidden, delay=patience)
-    results = list(outcomes)
+    outcomes = evaluate_packed(calc._start().backend, requests(calc, structures, tasks, wanted))
+    results = list(progress_bar(outcomes, total, progress))
     if errors == "raise" and any(isinstance(result, Exception) for result in results):
         raise EvaluationError(results)
     return results
+
+
+def progress_bar(outcomes: Iterable[Results | Exception], total: int | None, progress: bool | None) -> Iterable[Any]:
+    """The outcomes of structures, with a bar; see `evaluate` for `progress`."""
+    hidden = None if progress is None else not progress  # None: tqdm looks whether stderr is a terminal
+    patience = _PATIENCE if progress is None else 0.0
+    return tqdm(outcomes, total=total, unit="structure", disable=hidden, delay=patience)
 
 
 def _wanted(properties: Iterable[str]) -> frozenset[str]:
@@ -113,7 +116,7 @@ def _wanted(properties: Iterable[str]) -> frozenset[str]:
     return frozenset("energy" if name == "free_energy" else name for name in properties)
 
 
-def _requests(
+def requests(
     calc: FastUMACalculator, structures: Iterable[Atoms], tasks: Iterable[str | None] | None, wanted: frozenset[str]
 ) -> Iterator[Request | Exception]:
     """A request for each structure, or the exception that says why there is none."""

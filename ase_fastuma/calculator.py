@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,8 @@ from ase.calculators.calculator import Calculator, PropertyNotImplementedError, 
 from ase_fastuma import __version__
 from ase_fastuma.backend import Backend, open_backend
 from ase_fastuma.checkpoint import Checkpoint, load_checkpoint
-from ase_fastuma.evaluation import Request, Results, evaluate_one, evaluate_packed
+from ase_fastuma.evaluation import Request, Results, evaluate_one, evaluate_packed, evaluate_products
+from ase_fastuma.hessian import analytic_hessian, chosen_atoms
 from ase_fastuma.report import report
 from ase_fastuma.selection import Selection, select, unsupported_by_fused
 from ase_fastuma.settings import BackendChoice, Precision, Settings, integral
@@ -49,10 +50,12 @@ class FastUMACalculator(Calculator):
 
     Units are ASE's: eV, eV/A, eV/A^3, tension positive. Energy, forces and (where something is periodic) stress of a
     structure come from one evaluation and are kept until the structure, the charge or the spin changes. `energies` are
-    the atoms' shares of the energy. Arrays are float64 and belong to the caller.
+    the atoms' shares of the energy. Arrays are float64 and belong to the caller. "hessian" [3 N, 3 N] (eV/A^2) is
+    computed where it is asked for by name; `get_hessian` has more to offer.
     """
 
-    implemented_properties = ["energy", "free_energy", "energies", "forces", "stress"]  # noqa: RUF012 - as in ASE
+    # As in ASE, hence the mutable class attributes:
+    implemented_properties = ["energy", "free_energy", "energies", "forces", "stress", "hessian"]  # noqa: RUF012
     ignored_changes = {"initial_charges", "initial_magmoms"}  # noqa: RUF012 - the model reads neither
 
     def __init__(
@@ -194,14 +197,12 @@ class FastUMACalculator(Calculator):
         system_changes: Sequence[str] = all_changes,
     ) -> None:
         """Evaluate a structure, for all properties that it has."""
-        atoms = self.atoms if atoms is None else atoms
-        if atoms is None:
-            raise ValueError("atoms: expected a structure, got None before any evaluation")
+        atoms = self._structure(atoms)
         running = self._start()
         state = self._state(atoms)
         request = self._request(atoms, *state)
         for name in properties:
-            if name not in request.properties and name != "free_energy":
+            if name not in request.properties | {"free_energy", "hessian"}:
                 raise PropertyNotImplementedError(why_not(name, request.system.task, running.checkpoint))
 
         self.atoms, self.results = None, {}
@@ -213,6 +214,8 @@ class FastUMACalculator(Calculator):
         self.atoms = Atoms(numbers=atoms.numbers, positions=atoms.positions, cell=atoms.cell, pbc=atoms.pbc)
         self.parameters |= dict(zip(("task", "charge", "spin"), state, strict=True))
         self.results = copy.deepcopy(results)
+        if "hessian" in properties:
+            self.results["hessian"] = self.get_hessian(atoms)
 
     def share(self, structures: Iterable[Atoms]) -> None:
         """Attach to structures that move together, such as the images of a path, and evaluate them together.
@@ -259,19 +262,75 @@ class FastUMACalculator(Calculator):
         while len(self._recent) > allowed:
             self._recent.popitem(last=False)
 
-    def get_hessian(self, atoms: Atoms | None = None) -> np.ndarray:
-        """Second derivatives of the energy with respect to the positions: float64 [3 N, 3 N] in eV/A^2, not kept."""
+    def get_hessian(
+        self,
+        atoms: Atoms | None = None,
+        indices: Sequence[int] | np.ndarray | None = None,
+        method: Literal["analytic", "finite-difference"] = "analytic",
+        *,
+        step: float | None = None,
+        file: str | Path | None = None,
+        progress: bool | None = None,
+    ) -> np.ndarray:
+        """Second derivatives of the energy with respect to positions: float64 [3 n, 3 n] in eV/A^2, symmetric.
+
+        Exact derivatives ("analytic"), or differences of the forces of displaced structures ("finite-difference"):
+        those need no more memory than forces do. Nothing is kept: energies and forces cost the same before and after.
+
+        | argument | meaning |
+        |---|---|
+        | atoms | the structure; None: the last one evaluated |
+        | indices | the atoms whose block is wanted, n of N, in this order; None: all |
+        | step | displacement of finite differences in A (0.01) |
+        | file | .npz file that keeps the rows of finite differences: a run that was stopped goes on from it |
+        | progress | a bar on stderr for finite differences; None: on a terminal, where they take more than a moment |
+
+        Raises ValueError and TypeError for arguments that cannot hold, PropertyNotImplementedError for "analytic" with
+        a model that predicts forces instead of differentiating, and what an evaluation raises.
+        """
+        atoms = self._structure(atoms)
+        chosen = chosen_atoms(indices, len(atoms))
+        if method == "finite-difference":
+            from ase_fastuma.finite_differences import STEP, finite_difference_hessian
+
+            return finite_difference_hessian(self, atoms, chosen, STEP if step is None else step, file, progress)
+        if method != "analytic":
+            raise ValueError(f"method: expected 'analytic' or 'finite-difference', got {method!r}")
+        for name, value in (("step", step), ("file", file), ("progress", progress)):
+            if value is not None:
+                raise ValueError(f"{name}: expected with method='finite-difference' alone, got {value!r}")
+        return analytic_hessian(
+            self._twice_differentiable(atoms), self._request(atoms, *self._state(atoms)).system, chosen
+        )
+
+    def hessian_vector_product(self, atoms: Atoms | None, vectors: np.ndarray) -> np.ndarray:
+        """Products of the Hessian (eV/A^2) with k vectors: float64 [k, N, 3] for [k, N, 3], exact.
+
+        All vectors share one evaluation, so the matrix itself is never needed: for Lanczos and dimer methods. Raises
+        ValueError for vectors of another shape or that are not finite, and what `get_hessian` raises.
+        """
+        atoms = self._structure(atoms)
+        vectors = np.array(vectors, dtype=np.float64)
+        if vectors.ndim != 3 or vectors.shape[1:] != (len(atoms), 3):
+            raise ValueError(f"vectors: expected shape [k, {len(atoms)}, 3], got {list(vectors.shape)}")
+        if not np.isfinite(vectors).all():
+            raise ValueError("vectors: expected finite numbers, got NaN or infinity")
+        system = self._request(atoms, *self._state(atoms)).system
+        return evaluate_products(self._twice_differentiable(atoms), system, vectors)
+
+    def _structure(self, atoms: Atoms | None) -> Atoms:
+        """The structure asked about: the last one evaluated for None."""
         atoms = self.atoms if atoms is None else atoms
         if atoms is None:
             raise ValueError("atoms: expected a structure, got None before any evaluation")
-        checkpoint, settings, device, *_ = self._start()
-        if checkpoint.architecture.direct_forces:
-            raise PropertyNotImplementedError(why_not("hessian", self._state(atoms)[0], checkpoint))
-        wanted = frozenset({"hessian"})
-        selection = select(checkpoint.architecture, device, settings, wanted)
-        backend = open_backend(selection.name, checkpoint, settings)
-        request = dataclasses.replace(self._request(atoms, *self._state(atoms)), properties=wanted)
-        return evaluate_one(backend, request)["hessian"]
+        return atoms
+
+    def _twice_differentiable(self, atoms: Atoms) -> Backend:
+        """The backend, if its model has an energy to differentiate."""
+        running = self._start()
+        if running.checkpoint.architecture.direct_forces:
+            raise PropertyNotImplementedError(why_not("hessian", self._state(atoms)[0], running.checkpoint))
+        return running.backend
 
     def todict(self, skip_default: bool = True) -> dict[str, Any]:
         """The settings in force, as trajectories and databases record them."""

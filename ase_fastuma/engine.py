@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +15,7 @@ from torch.nn.functional import silu
 
 from ase_fastuma.experts import mixture_key
 from ase_fastuma.graph import build_graph
+from ase_fastuma.hessian import at_a_time, products
 from ase_fastuma.kernels import convolution, reference
 from ase_fastuma.kernels._launch import runs_kernels
 from ase_fastuma.kernels.atomwise import atomwise
@@ -21,7 +23,7 @@ from ase_fastuma.kernels.edge import EdgeList
 from ase_fastuma.kernels.forces import forces_and_virial
 from ase_fastuma.kernels.geometry import edge_geometry
 from ase_fastuma.kernels.layout import NUM_COEFFICIENTS, NUM_GATES, NUM_RADIAL
-from ase_fastuma.kernels.linear import block_linear
+from ase_fastuma.kernels.linear import BlockWeights, block_linear
 from ase_fastuma.kernels.norm import add_rms_norm
 from ase_fastuma.kernels.operand import ieee_products
 from ase_fastuma.network import Network, Networks, Norm
@@ -77,7 +79,7 @@ class FusedBackend:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def evaluate(self, system: System, properties: frozenset[str]) -> dict[str, np.ndarray]:
-        """Energies (eV), forces (eV/A), stress (eV/A^3), Hessian (eV/A^2) as float64 arrays; see the interface."""
+        """Energies (eV), forces (eV/A), stress (eV/A^3) as float64 arrays; see the interface."""
         # A caller's own no_grad or inference_mode must not reach the derivatives that make the forces.
         with self._on_device(), ieee_products(), torch.inference_mode(False), torch.enable_grad():
             return self._run(system, properties)
@@ -95,6 +97,29 @@ class FusedBackend:
                 for i, found in zip(chosen, self._run_pack([systems[i] for i in chosen], properties), strict=True):
                     results[i] = found
         return results
+
+    def hessian_products(self, system: System, directions: np.ndarray) -> np.ndarray:
+        """See `backend.Backend.hessian_products`.
+
+        Through the plain forms of the operations, which are differentiable twice and for many directions at once.
+        """
+        plain = copy.copy(self)  # with the same weights
+        plain._plain = True
+        with self._on_device(), ieee_products(), torch.inference_mode(False), torch.enable_grad():
+            network, inputs = self._networks.of(system), self._inputs(system)
+            members = Members(system.charge, system.spin)
+            geometry = self._geometry(network, members, inputs)
+
+            def energy(displacements: Tensor) -> Tensor:
+                vectors = inputs.vectors + displacements[inputs.source] - displacements[inputs.target]
+                vectors = vectors.to(self._dtype)
+                return plain._atomic_energies(network, members, geometry, vectors, inputs.numbers).sum()
+
+            arch = self._architecture
+            numbers = inputs.num_edges * max(arch.sphere_channels, arch.hidden_channels) * arch.num_layers
+            count = functools.partial(at_a_time, numbers, self._dtype, self._device)
+            found = products(energy, directions, self._device, count)
+        return found * self._checkpoint.tasks[system.task].rmsd
 
     def footprint(self, system: System) -> float:
         """See `backend.Backend.footprint`: bytes of its edges, and of merged weights of its own."""
@@ -130,13 +155,8 @@ class FusedBackend:
     # -------------------------------------------------------------------------------------------------- evaluation
 
     def _run(self, system: System, properties: frozenset[str]) -> dict[str, np.ndarray]:
-        network, members = self._networks.of(system), Members(system.charge, system.spin)
-        if "hessian" in properties:
-            hessian = self._hessian(network, members, self._inputs(system)).cpu().numpy()
-            hessian *= self._checkpoint.tasks[system.task].rmsd
-            rest = properties - {"hessian"}
-            return {"hessian": hessian} | (self._derive(system, network, members, rest) if rest else {})
-        return self._derive(system, network, members, properties)
+        members = Members(system.charge, system.spin)
+        return self._derive(system, self._networks.of(system), members, properties)
 
     def _run_pack(self, systems: list[System], properties: frozenset[str]) -> list[dict[str, np.ndarray]]:
         """One pass over systems of one task."""
@@ -193,29 +213,6 @@ class FusedBackend:
         forces, virials = forces_and_virial(gradient, inputs.vectors, edges, members.lengths)
         return torch.cat([energies.detach(), forces.flatten(), virials.flatten()])
 
-    def _hessian(self, network: Network, members: Members, inputs: EdgeInputs) -> Tensor:
-        """Second derivatives of the energy [3 N, 3 N], float64, symmetric; not yet scaled to physical units.
-
-        One backward pass a column, through the differentiable references of the operations.
-        """
-        geometry = self._geometry(network, members, inputs)
-        vectors = geometry.vectors.detach().requires_grad_()
-        num_nodes = inputs.numbers.shape[0]
-        columns = torch.zeros(3 * num_nodes, 3 * num_nodes, dtype=torch.float64, device=self._device)
-        if inputs.num_edges == 0:
-            return columns  # atoms without neighbours feel nothing
-        energies = self._atomic_energies(network, members, geometry, vectors, inputs.numbers)
-        (gradient,) = torch.autograd.grad(energies.sum(), vectors, create_graph=True)
-        edges = _whole(inputs, num_nodes, False)
-        for atom in range(num_nodes):
-            moved = (inputs.source == atom).to(self._dtype) - (inputs.target == atom).to(self._dtype)
-            for axis in range(3):
-                direction = torch.zeros_like(gradient)
-                direction[:, axis] = moved
-                (second,) = torch.autograd.grad(gradient, vectors, direction, retain_graph=True)
-                columns[3 * atom + axis] = -forces_and_virial(second, inputs.vectors, edges)[0].flatten()
-        return (columns + columns.T) / 2
-
     @torch.no_grad()
     def _geometry(self, network: Network, members: Members, inputs: EdgeInputs) -> convolution.Geometry:
         cutoff, num_nodes = self._architecture.cutoff, inputs.numbers.shape[0]
@@ -271,8 +268,13 @@ class FusedBackend:
                 x, h = self._add_norm(x, update, norm, members)
         hidden, (*inner, last) = h[:, 0], network.head
         for weights in inner:
-            hidden = silu(block_linear(hidden, weights, members.atom_rows))
-        return block_linear(hidden, last, members.atom_rows)[:, 0].double()
+            hidden = silu(self._linear(hidden, weights, members))
+        return self._linear(hidden, last, members)[:, 0].double()
+
+    def _linear(self, x: Tensor, weights: BlockWeights, members: Members) -> Tensor:
+        if self._plain:
+            return reference.block_linear(x, list(weights.matrices), weights.bias)
+        return block_linear(x, weights, members.atom_rows)
 
     def _add_norm(self, x: Tensor, y: Tensor | None, norm: Norm, members: Members) -> tuple[Tensor, Tensor]:
         """The residual sum x + y and its norm."""

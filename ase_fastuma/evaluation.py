@@ -56,6 +56,23 @@ def evaluate_one(backend: Backend, request: Request) -> Results:
     return request.results(raw)
 
 
+def evaluate_products(backend: Backend, system: System, directions: np.ndarray) -> np.ndarray:
+    """Products of the Hessian (eV/A^2) with directions, both float64 [k, N, 3].
+
+    Raises what the backend raises, MemoryError where memory runs out, and FloatingPointError.
+    """
+    try:
+        found = backend.hessian_products(system, directions)
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(
+            f"out of device memory for second derivatives of {len(system.numbers)} atoms; "
+            "get_hessian with method='finite-difference' needs no more than forces do"
+        ) from error
+    if not np.isfinite(found).all():
+        raise FloatingPointError("hessian: expected finite numbers from the model, got NaN or infinity")
+    return found
+
+
 def evaluate_packed(backend: Backend, requests: Iterable[Request | Exception]) -> Iterator[Results | Exception]:
     """The outcome of each request, in order, from passes of as many as fit the memory; requests are drawn as needed.
 

@@ -21,6 +21,7 @@ import torch
 
 from ase_fastuma.checkpoint import Checkpoint, CheckpointError
 from ase_fastuma.experts import mixture_key
+from ase_fastuma.hessian import at_a_time, products
 from ase_fastuma.kernels.operand import ieee_products
 from ase_fastuma.settings import Settings
 from ase_fastuma.system import System
@@ -92,27 +93,64 @@ class GeneralBackend:
         """The model's outputs: of each atom towards the energy [N, 1], and all others by name; not yet physical."""
         model = self._model(systems)
         direct = self._checkpoint.architecture.direct_forces
-        wanted = properties if not direct else properties - {"stress", "hessian"}
+        wanted = properties if not direct else properties - {"stress"}
         _request(model, wanted)
+        derivatives = not direct and bool(wanted & {"forces", "stress"})
+        with self._arithmetic(derivatives), self._energies_of_atoms(model) as energies:
+            output = model(_data(systems, self._dtype).to(self._device))
+        return energies[0].detach(), output
+
+    @contextmanager
+    def _arithmetic(self, derivatives: bool) -> Iterator[None]:
+        """Whatever mode the caller is in: gradients exactly where needed, IEEE arithmetic, no half precision."""
+        with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(derivatives),
+            torch.autocast(self._device.type, enabled=False),
+            ieee_products(),
+            _fixed_rolls(self._device),
+            _beta_warnings_ignored(),
+        ):
+            yield
+
+    @contextmanager
+    def _energies_of_atoms(self, model: Any) -> Iterator[list[torch.Tensor]]:
+        """A list to which each pass through the model adds what its atoms give to the energy [N, 1]."""
         head = model.output_heads[self._checkpoint.architecture.head_name]
         block = getattr(head, "head", head).energy_block
-        outputs_of_atoms: list[torch.Tensor] = []
-        hook = block.register_forward_hook(lambda _module, _inputs, output: outputs_of_atoms.append(output.detach()))
-        derivatives = not direct and bool(wanted & {"forces", "stress", "hessian"})
+        found: list[torch.Tensor] = []
+        hook = block.register_forward_hook(lambda _module, _inputs, output: found.append(output))
         try:
-            # Whatever mode the caller is in: gradients exactly where needed, IEEE arithmetic, no half precision.
-            with (
-                torch.inference_mode(False),
-                torch.set_grad_enabled(derivatives),
-                torch.autocast(self._device.type, enabled=False),
-                ieee_products(),
-                _fixed_rolls(self._device),
-                _beta_warnings_ignored(),
-            ):
-                output = model(_data(systems, self._dtype).to(self._device))
+            yield found
         finally:
             hook.remove()
-        return outputs_of_atoms[0], output
+
+    def hessian_products(self, system: System, directions: np.ndarray) -> np.ndarray:
+        """See `Backend.hessian_products`. Raises ValueError where two atoms coincide."""
+        system.check_distinct()
+        model = self._model([system])
+        _request(model, frozenset({"energy"}))
+        positions = torch.tensor(system.positions, device=self._device)
+
+        def energy(displacements: torch.Tensor) -> torch.Tensor:
+            data = _data([system], self._dtype).to(self._device)
+            data.pos = (positions + displacements).to(self._dtype)
+            with self._energies_of_atoms(model) as energies:
+                model(data)
+            return energies[0].double().sum()
+
+        with self._arithmetic(True):
+            found = products(energy, directions, self._device, partial(self._directions_at_a_time, system))
+        return found * self._checkpoint.tasks[system.task].rmsd
+
+    def _directions_at_a_time(self, system: System) -> int:
+        architecture = self._checkpoint.architecture
+        numbers = system.estimated_edges(architecture.cutoff) * self._channels * architecture.num_layers
+        return at_a_time(numbers, self._dtype, self._device)
+
+    @property
+    def _channels(self) -> int:
+        return max(self._checkpoint.architecture.sphere_channels, self._checkpoint.architecture.hidden_channels)
 
     def _offered(self, system: System, properties: frozenset[str]) -> frozenset[str]:
         """Those of the properties that the model has for the system's task."""
@@ -131,7 +169,6 @@ class GeneralBackend:
         for name, chosen, shape, scale in (
             ("forces", atoms, (-1, 3), task.forces_rmsd),
             ("stress", index, (3, 3), task.rmsd),
-            ("hessian", index, (3 * len(numbers), 3 * len(numbers)), task.rmsd),
         ):
             if task.prefix + name in outputs:
                 results[name] = outputs[task.prefix + name][chosen].reshape(shape) * scale
@@ -140,9 +177,8 @@ class GeneralBackend:
     def footprint(self, system: System) -> float:
         """See `Backend.footprint`: in bytes."""
         architecture = self._checkpoint.architecture
-        channels = max(architecture.sphere_channels, architecture.hidden_channels)
         edges = system.estimated_edges(architecture.cutoff) + len(system.numbers)  # atoms take room as well
-        numbers = _NUMBERS_OF_AN_EDGE * channels * architecture.num_layers * edges + self._mixed_weights
+        numbers = _NUMBERS_OF_AN_EDGE * self._channels * architecture.num_layers * edges + self._mixed_weights
         return self._dtype.itemsize * numbers
 
     def capacity(self) -> float:
@@ -220,7 +256,6 @@ def _build(checkpoint: Checkpoint, activation_checkpointing: bool) -> Any:
         "radius_pbc_version": 2,
         "use_quaternion_wigner": True,
         "activation_checkpointing": activation_checkpointing,
-        "hessian_vmap": False,  # one column at a time: vmap needs 3 N times the memory of one backward pass
         "execution_mode": "general",
     }
     model = HydraModel(**config)
@@ -288,10 +323,8 @@ def _request(model: torch.nn.Module, properties: frozenset[str]) -> None:
     for module in model.modules():
         switches = getattr(module, "regress_config", None)
         if switches is not None and not switches.direct_forces:
-            switches.forces = bool(properties & {"forces", "hessian"})
-            # fairchem-core keeps the graph for second derivatives only on its way to the stress.
-            switches.stress = bool(properties & {"stress", "hessian"})
-            switches.hessian = "hessian" in properties
+            switches.forces = "forces" in properties
+            switches.stress = "stress" in properties
 
 
 def _find(output: dict[str, Any], task_name: str, name: str) -> torch.Tensor:

@@ -112,6 +112,41 @@ def test_B3_raw_predictions_hold_no_graph(make: Callable) -> None:
     assert all(type(value) is np.ndarray for prediction in kept for value in prediction.values())
 
 
+def test_B5_second_derivatives_cost_nothing_unless_asked_for(make: Callable) -> None:
+    """What autograd saves (on a GPU: the peak of the memory) is the same before and after a Hessian."""
+    atoms, calc = systems.water(), make(task="omol")
+    system, backend = calc._request(atoms, "omol", 0, 1).system, calc._running.backend
+    on_cuda = calc.parameters["device"] != "cpu"
+
+    def cost(work: Callable[[], Any]) -> int:
+        if on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            work()
+            return torch.cuda.max_memory_allocated() - before
+        saved = [0]
+
+        def count(tensor: torch.Tensor) -> torch.Tensor:
+            saved[0] += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            work()
+        return saved[0]
+
+    def first_order() -> list[int]:
+        wanted = [frozenset({"energy"}), frozenset({"energy", "forces"})]
+        return [cost(lambda names=names: backend.evaluate(system, names)) for names in wanted]
+
+    for _ in range(3):  # until what is recorded for reuse exists
+        before = first_order()
+    of_hessian = cost(lambda: calc.get_hessian(atoms))
+    assert first_order() == before
+    assert of_hessian > 2 * before[1]
+    if not on_cuda:
+        assert before[0] == 0 < before[1]
+
+
 def test_C4_large_supercell(make: Callable) -> None:
     atoms = bulk("Cu", a=5.2).repeat(10)  # so wide that only nearest neighbours are in reach: 12,000 edges
     atoms.rattle(0.05, seed=4)

@@ -187,32 +187,6 @@ def test_stress_is_the_derivative_of_the_energy(backends):
     np.testing.assert_allclose(full_3x3_to_voigt_6_stress(stress), full_3x3_to_voigt_6_stress(numeric), atol=1e-6)
 
 
-def water() -> System:
-    return system(molecule("H2O"), "omol", 0, 1)
-
-
-def test_hessian_is_the_derivative_of_the_forces(backends, general):
-    hessian = backends().evaluate(water(), frozenset({"hessian"}))["hessian"]
-    np.testing.assert_allclose(hessian, general.evaluate(water(), frozenset({"hessian"}))["hessian"], atol=1e-7)
-    np.testing.assert_array_equal(hessian, hessian.T)
-    step, numeric = 1e-4, np.zeros((9, 9))
-    for row in range(9):
-        for sign in (1, -1):
-            atoms = molecule("H2O")
-            atoms.positions.flat[row] += sign * step
-            forces = backends().evaluate(system(atoms, "omol", 0, 1), ALL)["forces"]
-            numeric[row] -= sign * forces.flatten() / (2 * step)
-    np.testing.assert_allclose(hessian, numeric, atol=1e-5)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_hessian_through_the_kernels(backends, device):
-    want = backends().evaluate(water(), frozenset({"hessian"}))["hessian"]
-    got = backends(device, "float64", plain=False).evaluate(water(), frozenset({"hessian", "forces"}))
-    np.testing.assert_allclose(got["hessian"], want, atol=1e-8)
-    np.testing.assert_allclose(got["forces"], backends().evaluate(water(), ALL)["forces"], atol=1e-9)
-
-
 def test_rotation_and_permutation(backends):
     atoms = ethanol()
     want = backends().evaluate(system(atoms, "omol", 0, 1), ALL)

@@ -22,3 +22,7 @@ SAME_STRUCTURE = {
 # Analytic against central differences eV/A: truncation, and in float32 the rounding of energies
 # of some 30 eV (1e-5 eV) divided by twice the step of 1e-3 A.
 FINITE_DIFFERENCE = {"float64": 1e-6, "accurate": 1e-2}
+
+# Second derivatives eV/A^2 of structures whose largest is some tens. float64: against central differences of forces
+# with steps of 1e-4 A, truncation. float32: rounding of 1e-7 in each of some thousand terms of both derivatives.
+HESSIAN = {"float64": 1e-5, "accurate": 1e-3}
