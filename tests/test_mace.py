@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import warnings
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,9 +19,11 @@ from ase.optimize import BFGS
 from devices import DEVICES
 from e3nn import o3
 
-pytest.importorskip("mace", reason="mace-torch is installed on its own, see the README", exc_type=ImportError)
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what mace-torch and its dependencies warn of on import is not ours
+# What mace-torch and its dependencies warn of on import is not ours, and an environment variable that it sets for the
+# whole process, which changes how torch loads files, is not for the other tests.
+with warnings.catch_warnings(), patch.dict(os.environ):
+    warnings.simplefilter("ignore")
+    pytest.importorskip("mace", reason="mace-torch is installed on its own, see the README", exc_type=ImportError)
     import mace.modules
     import mace.modules.symmetric_contraction as original
     from mace.calculators import MACECalculator
