@@ -41,7 +41,8 @@ class GeneralBackend:
     The experts are merged once for each (reduced composition, charge, spin, task); merged models are kept, the least
     recently used one giving way. A pass of systems that differ in these mixes the experts as it runs. The unmerged
     model stays on the CPU and shares its weights with the checkpoint; on another device, such passes use a copy of it.
-    Two things differ from fairchem-core's own use of it: sums over atoms are in float64, and results are repeatable.
+    Two things differ from fairchem-core's own use of it: sums over atoms are in float64, and results are repeatable on
+    the CPU (on a GPU its sums over neighbours are not).
     """
 
     name = "general"

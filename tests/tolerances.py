@@ -17,6 +17,8 @@ FORCE_ERROR = {"float64": 1e-10, "float32": 2e-5, "accurate": 2e-5, "fast": 1e-2
 SAME_STRUCTURE = {
     "float64": {"energy": 1e-9, "forces": 1e-9, "stress": 1e-9},
     "accurate": {"energy": 1e-5, "forces": 2e-5, "stress": 2e-6},
+    # Experts mixed while a pass runs, against weights merged before, in float32: 1.5e-5 eV was seen for a lone atom.
+    "mixed": {"energy": 5e-5, "forces": 5e-5, "stress": 5e-6},
 }
 
 # Analytic against central differences eV/A: truncation, and in float32 the rounding of energies
