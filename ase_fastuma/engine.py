@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
+import logging
 import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
@@ -34,11 +36,16 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
     from ase_fastuma.checkpoint import Checkpoint
-    from ase_fastuma.settings import Settings
+    from ase_fastuma.settings import Precision, Settings
     from ase_fastuma.system import System
 
 OPERAND_KINDS = {"accurate": "split", "fast": "half", "float32": "single", "float64": "double"}
 """How each precision mode stores matrix-product operands (kernels/operand.py)."""
+
+SAFER: dict[str, Precision] = {"fast": "accurate", "accurate": "float64", "float32": "float64"}
+"""What is tried where a mode's output is not finite."""
+
+logger = logging.getLogger(__name__)
 
 # Edges worked on at a time: enough to fill the largest GPU many times over, while the intermediates of UMA-S stay below
 # 3 GiB. Systems within one part are recorded as CUDA graphs; beyond, launching costs nothing beside the kernels.
@@ -59,7 +66,7 @@ class FusedBackend:
     name = "fused"
 
     def __init__(self, checkpoint: Checkpoint, settings: Settings, plain: bool = False) -> None:
-        self._checkpoint, self._architecture = checkpoint, checkpoint.architecture
+        self._checkpoint, self._architecture, self._settings = checkpoint, checkpoint.architecture, settings
         self._device = torch.device(settings.device or "cuda")
         self._precision = settings.precision
         self._kind = OPERAND_KINDS[settings.precision]
@@ -82,7 +89,7 @@ class FusedBackend:
         """Energies (eV), forces (eV/A), stress (eV/A^3) as float64 arrays; see the interface."""
         # A caller's own no_grad or inference_mode must not reach the derivatives that make the forces.
         with self._on_device(), ieee_products(), torch.inference_mode(False), torch.enable_grad():
-            return self._run(system, properties)
+            return self._in_range(system, properties, self._run(system, properties))
 
     def evaluate_many(self, systems: Sequence[System], properties: frozenset[str]) -> list[dict[str, np.ndarray]]:
         """See `backend.Backend.evaluate_many`. One pass for each task.
@@ -95,8 +102,32 @@ class FusedBackend:
             for task in dict.fromkeys(system.task for system in systems):
                 chosen = [i for i, system in enumerate(systems) if system.task == task]
                 for i, found in zip(chosen, self._run_pack([systems[i] for i in chosen], properties), strict=True):
-                    results[i] = found
+                    results[i] = self._in_range(systems[i], properties, found)
         return results
+
+    def _in_range(
+        self, system: System, properties: frozenset[str], results: dict[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """The results; where they are not finite, those of the next safer precision, which has more range or as much.
+
+        In the last one nothing is left to try: what is not finite then is not for want of range.
+        """
+        if self._safer is None or all(np.isfinite(value).all() for value in results.values()):
+            return results
+        logger.warning(
+            "the output for %d atoms is not finite in %r precision; evaluating it again in %r",
+            len(system.numbers),
+            self._precision,
+            self._safer._precision,
+        )
+        return self._safer.evaluate(system, properties)
+
+    @functools.cached_property
+    def _safer(self) -> FusedBackend | None:
+        if self._precision not in SAFER:
+            return None
+        settings = dataclasses.replace(self._settings, precision=SAFER[self._precision])
+        return FusedBackend(self._checkpoint, settings, self._plain)
 
     def hessian_products(self, system: System, directions: np.ndarray) -> np.ndarray:
         """See `backend.Backend.hessian_products`.

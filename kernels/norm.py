@@ -32,7 +32,8 @@ def _centre_and_scale(s0, s1, s2, s3, s4, s5, s6, s7, s8, mask, C: tl.constexpr,
     tensors = s4 * s4 + s5 * s5 + s6 * s6 + s7 * s7 + s8 * s8
     squares = tl.sum(s0 * s0 + vectors / 3 + tensors / 5, axis=1)[:, None]
     eps = tl.full([1, 1], EPS, s0.dtype)
-    return s0, 1.0 / tl.sqrt(squares / (3 * C) + eps)
+    # Squares beyond the range would make r zero, and the norm a wrong number that looks like any other: 0 * inf is NaN.
+    return s0, 1.0 / tl.sqrt(squares / (3 * C) + eps) + 0.0 * squares
 
 
 @triton.jit

@@ -301,7 +301,9 @@ def rms_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
     scalars = x[:, :1] - x[:, :1].mean(dim=2, keepdim=True)
     centred = torch.cat([scalars, x[:, 1:]], dim=1)
     degrees = [centred[:, rows].square().mean(dim=(1, 2)) for rows in DEGREE_SLICES]
-    scale = (torch.stack(degrees).mean(dim=0) + eps).rsqrt()[:, None, None]
+    square = torch.stack(degrees).mean(dim=0)
+    # Squares beyond the range would make the scale zero, and the norm a wrong number like any other: 0 * inf is NaN.
+    scale = ((square + eps).rsqrt() + 0.0 * square)[:, None, None]
     rows = torch.cat([w.expand(2 * degree + 1, -1) for degree, w in enumerate(weight.unsqueeze(1))])
     out = centred * (scale * rows)
     return torch.cat([out[:, :1] + bias.unsqueeze(-2), out[:, 1:]], dim=1)

@@ -140,6 +140,28 @@ def test_other_architectures(tmp_path, device, options):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("many", [False, True])
+def test_the_next_safer_precision_where_range_ends(tmp_path, caplog, device, many):
+    """Messages of some 1e25, whose squares are beyond float32: float64 answers, and the log says so."""
+    content = standin_module.checkpoint(standin_module.model_config(layers=1))
+    for name, weight in content.ema_state_dict.items():
+        if ".so2_conv_2." in name:
+            weight *= 1e25
+    torch.save(content, tmp_path / "large.pt")
+    checkpoint, chosen = load_checkpoint(tmp_path / "large.pt"), system(molecule("H2O"), "omol", 0, 1)
+    want = FusedBackend(checkpoint, Settings(device="cpu", precision="float64"), plain=True).evaluate(chosen, ALL)
+    assert np.isfinite(want["energy"])
+    engine = FusedBackend(checkpoint, Settings(device=device, precision="fast"))
+    got = engine.evaluate_many([chosen], ALL)[0] if many else engine.evaluate(chosen, ALL)
+    assert_equal(got, want, 1e-9)
+    said = [record.getMessage() for record in caplog.records if record.name == "ase_fastuma.engine"]
+    steps = [("fast", "accurate"), ("accurate", "float64")]
+    assert said == [
+        f"the output for 3 atoms is not finite in {a!r} precision; evaluating it again in {b!r}" for a, b in steps
+    ]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_bitwise_repeatable(backends, device):
     engine = backends(device, "accurate", plain=False)
     runs = 4 if device == "cuda" else 2  # run, record, replay; the interpreter is slow

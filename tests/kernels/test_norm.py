@@ -46,6 +46,20 @@ def test_outputs_and_gradients_equal_the_reference(device, num_nodes, width, dty
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_squares_beyond_the_range_are_not_hidden(device):
+    """Of two atoms one is too large for float32: its norm is no number, forward and backward, and the other's is."""
+    weight, bias, _ = parameters(16, device, torch.float32)
+    x = random((2, 9, 16), device, torch.float32)
+    x[1] *= 1e25
+    x.requires_grad_()
+    _, normed = add_rms_norm(x, None, weight, bias)
+    (grad,) = torch.autograd.grad(normed, x, torch.ones_like(normed))
+    for got in (normed, grad, reference.rms_norm(x, weight, bias)):
+        assert got[0].isfinite().all()
+        assert not got[1].isfinite().any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_shift_for_each_atom(device):
     weight, bias, _ = parameters(16, device, torch.float32)
     x, shift = random((13, 9, 16), device, torch.float32), random((13, 16), device, torch.float32, 8)
