@@ -80,7 +80,7 @@ def chosen_atoms(indices: Sequence[int] | np.ndarray | None, num_atoms: int) -> 
     if indices is None:
         return np.arange(num_atoms)
     chosen = np.asarray(indices)
-    if chosen.dtype.kind not in "iu" or chosen.ndim != 1:
+    if chosen.ndim != 1 or (chosen.dtype.kind not in "iu" and len(chosen)):
         raise TypeError(f"indices: expected a sequence of integers, got {indices!r}")
     if len(chosen) == 0 or chosen.min() < -num_atoms or chosen.max() >= num_atoms:
         raise ValueError(f"indices: expected some of {num_atoms} atoms, got {indices!r}")

@@ -87,6 +87,24 @@ def test_phonons_cu(tmp_path: Path) -> None:
     assert_plot(tmp_path / "fastuma-phonons-cu" / "bands.png")
 
 
+def test_phonons_alloy(tmp_path: Path) -> None:
+    printed = run("phonons_alloy", cwd=tmp_path)
+    assert re.search(r"^supercells +2 of 32 atoms$", printed, re.MULTILINE)
+    assert max(numbers(printed, "acoustic branches at Gamma")) < 0.02  # THz
+    assert min(numbers(printed, "lowest frequency")) > -0.02  # no imaginary branch
+    assert numbers(printed, "heat capacity at 300 K") == [pytest.approx(23.6, abs=0.3)]  # a little below 3 R = 24.9
+    assert_plot(tmp_path / "fastuma-phonons-alloy" / "phonons.png")
+
+
+def test_vibrations(tmp_path: Path) -> None:
+    printed = run("vibrations", "--molecule", "H2O", "--symmetry", 2, cwd=tmp_path)
+    waves = [float(wave) for wave in re.findall(r"^ +\d+ +[\d.]+ +([\d.]+) *$", printed, re.MULTILINE)]
+    assert waves == pytest.approx([1539, 3640, 3647], abs=60)  # GFN2-xTB, on which the potential was trained
+    assert numbers(printed, "entropy") == [pytest.approx(1.957, abs=0.01)]  # meV/K; 188.8 J/(mol K) by experiment
+    assert_plot(tmp_path / "fastuma-vibrations" / "vibrations.png")
+    assert len(list((tmp_path / "fastuma-vibrations").glob("mode-*.traj"))) == 3
+
+
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     kept = tmp_path / "fastuma-relax-charged-molecule" / "relaxed.xyz"
     kept.parent.mkdir()
