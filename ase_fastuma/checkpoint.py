@@ -126,6 +126,7 @@ class _PlainCheckpoint:
 _loaded: WeakValueDictionary[tuple, Checkpoint] = WeakValueDictionary()
 
 
+@torch.inference_mode(False)  # the caller's own would leave weights that no derivative can pass
 def load_checkpoint(name_or_path: str | Path, trust: bool = False) -> Checkpoint:
     """Load a registered model (downloaded on first use), a checkpoint file, or "demo", the bundled potential.
 

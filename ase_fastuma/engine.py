@@ -77,6 +77,7 @@ class FusedBackend:
 
     # ------------------------------------------------------------------------------------------------ the interface
 
+    @torch.inference_mode(False)
     def prepare(self, system: System) -> None:
         """Merge the experts for the system and tabulate its radial networks; both are kept."""
         with self._on_device():

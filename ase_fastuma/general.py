@@ -209,6 +209,7 @@ class GeneralBackend:
             "experts": f"merged ({len(self._models)} in the cache)" if self._merges else "mixed in each evaluation",
         }
 
+    @torch.inference_mode(False)
     def _model(self, systems: Sequence[System]) -> Any:
         """The model for the systems: merged where one mixture serves all of them, else the one for any."""
         keys = {mixture_key(self._checkpoint.architecture, system) for system in systems}
@@ -345,7 +346,7 @@ def construction(dtype: torch.dtype) -> Iterator[None]:
     fairchem-core creates some constants in the default dtype; converting them later would round them to float32.
     """
     before = torch.get_default_dtype()
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"), _beta_warnings_ignored():
+    with torch.inference_mode(False), torch.random.fork_rng(devices=[]), torch.device("cpu"), _beta_warnings_ignored():
         torch.set_default_dtype(dtype)
         try:
             yield

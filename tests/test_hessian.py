@@ -140,6 +140,23 @@ def test_number_of_directions_at_once_changes_nothing(standin: Path, monkeypatch
     assert passes == [7, 3, 3, 1, *[1] * 7]
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
+@pytest.mark.parametrize("backend", [GeneralBackend, FusedBackend])
+def test_callers_own_torch_modes_do_not_matter(tmp_path: Path, backend: type, mode: Callable) -> None:
+    """Nor while the checkpoint is loaded and the backend made."""
+    path = standin_module.write(tmp_path / "standin.pt", layers=1)
+    system = System.from_atoms(systems.water(), "omol", 0, 1, CUTOFF)
+    with mode():
+        made = backend(load_checkpoint(path), settings())
+        made.prepare(system)
+        got = analytic_hessian(made, system, np.arange(3))
+        forces = made.evaluate(system, frozenset({"forces"}))["forces"]
+    del made
+    other = backend(load_checkpoint(path), settings())
+    np.testing.assert_array_equal(got, analytic_hessian(other, system, np.arange(3)))
+    np.testing.assert_array_equal(forces, other.evaluate(system, frozenset({"forces"}))["forces"])
+
+
 def test_hessian_as_a_property(make: Callable) -> None:
     calc, atoms = make(precision="float64"), systems.water()
     atoms.calc = calc
