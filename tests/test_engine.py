@@ -141,6 +141,7 @@ def test_other_architectures(tmp_path, device, options):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("many", [False, True])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, whose numpy sees the overflow
 def test_the_next_safer_precision_where_range_ends(tmp_path, caplog, device, many):
     """Messages of some 1e25, whose squares are beyond float32: float64 answers, and the log says so."""
     content = standin_module.checkpoint(standin_module.model_config(layers=1))
