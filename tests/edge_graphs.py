@@ -7,7 +7,7 @@ from ase_fastuma.kernels.edge import EdgeList, sorted_edges
 from ase_fastuma.kernels.layout import RADIAL_OF_M_MAJOR
 from torch import Tensor
 
-SIZES = [(1, 0), (1, 1), (3, 7), (5, 23), (13, 64)]
+SIZES = [(1, 0), (1, 1), (3, 7), (5, 23), (13, 32)]
 """Atoms and edges: none, one, primes, a power of two."""
 
 

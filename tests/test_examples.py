@@ -71,8 +71,13 @@ def test_relax_cell(tmp_path: Path) -> None:
 
 
 def test_relax_charged_molecule(tmp_path: Path) -> None:
+    """Beside the results of an earlier run, which stay."""
+    kept = tmp_path / "fastuma-relax-charged-molecule" / "relaxed.xyz"
+    kept.parent.mkdir()
+    kept.write_text("mine")
     run("relax_charged_molecule", cwd=tmp_path)
-    cation, radical, anion = read(tmp_path / "fastuma-relax-charged-molecule" / "relaxed.xyz", ":")
+    assert kept.read_text() == "mine"
+    cation, radical, anion = read(tmp_path / "fastuma-relax-charged-molecule-2" / "relaxed.xyz", ":")
     for atoms, charge, spin, angle in ((cation, 1, 1, 180.0), (radical, 0, 2, 137.9), (anion, -1, 1, 117.3)):
         assert (atoms.info["charge"], atoms.info["spin"]) == (charge, spin)
         assert atoms.get_angle(1, 0, 2) == pytest.approx(angle, abs=3)  # of GFN2-xTB, from tblite
@@ -105,13 +110,8 @@ def test_vibrations(tmp_path: Path) -> None:
     assert len(list((tmp_path / "fastuma-vibrations").glob("mode-*.traj"))) == 3
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    kept = tmp_path / "fastuma-relax-charged-molecule" / "relaxed.xyz"
-    kept.parent.mkdir()
-    kept.write_text("mine")
-    run("relax_charged_molecule", cwd=tmp_path)
-    assert kept.read_text() == "mine"
-    assert (tmp_path / "fastuma-relax-charged-molecule-2" / "relaxed.xyz").exists()
-    with pytest.raises(AssertionError, match="--out: expected a folder that does not exist yet, got"):
-        run("relax_charged_molecule", "--out", kept.parent, cwd=tmp_path)
-    assert kept.read_text() == "mine"
+def test_a_folder_that_exists_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(AssertionError, match="--out: expected a folder that does not exist yet, got mine"):
+        run("relax_charged_molecule", "--out", "mine", cwd=tmp_path)
+    assert list((tmp_path / "mine").iterdir()) == []
