@@ -365,7 +365,7 @@ def test_search_within_room_finds_the_same_edges(name):
 
 def test_search_within_room_too_small():
     """Nothing is written beyond the room, no index leads out of it, and the true number of edges is told."""
-    atoms = bulk("Cu", cubic=True) * (2, 2, 2)
+    atoms = bulk("Cu", cubic=True)
     n_edges = len(build_by_kernels(atoms).source)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     whole = module.EdgeRoom.of(n_edges, CUTOFF, torch.device(device))
