@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from ase import Atoms
-from ase.build import bulk, molecule
+from ase.build import bulk, molecule, nanotube
 
 # Cubic fcc cells along each axis, by the number of atoms.
 CELLS = {4: (1, 1, 1), 32: (2, 2, 2), 108: (3, 3, 3), 256: (4, 4, 4), 500: (5, 5, 5), 1000: (5, 5, 10)}
@@ -19,7 +19,10 @@ CRYSTALS = {
 
 
 def build(name: str) -> tuple[Atoms, str]:
-    """A rattled structure and its task, from "cu:1000", "cuau:108", "ni3al:108", "water" (192 atoms) or "c60"."""
+    """A rattled structure and its task.
+
+    Names are "cu:1000", "cuau:108", "ni3al:108", "water" (192 atoms), "benzene", "c60" and "nanotube" (C100).
+    """
     crystal, _, size = name.partition(":")
     if crystal in CRYSTALS and size.isdecimal() and int(size) in CELLS:
         lattice_constant, elements = CRYSTALS[crystal]
@@ -28,8 +31,9 @@ def build(name: str) -> tuple[Atoms, str]:
         atoms = cell * CELLS[int(size)]
         atoms.rattle(0.1, seed=1)
         return atoms, "omat"
-    if name == "c60":
-        atoms = molecule("C60")
+    if name in ("benzene", "c60", "nanotube"):
+        atoms = nanotube(5, 5, length=5) if name == "nanotube" else molecule({"benzene": "C6H6", "c60": "C60"}[name])
+        atoms.pbc = False
         atoms.rattle(0.05, seed=1)
         return atoms, "omol"
     if name == "water":
@@ -44,4 +48,5 @@ def build(name: str) -> tuple[Atoms, str]:
             atoms += one
         atoms.rattle(0.02, seed=1)
         return atoms, "omat"
-    raise ValueError(f"system: expected water, c60 or one of {list(CRYSTALS)} with :N of {list(CELLS)}, got {name!r}")
+    molecules = "benzene, c60, nanotube, water"
+    raise ValueError(f"system: expected {molecules} or one of {list(CRYSTALS)} with :N of {list(CELLS)}, got {name!r}")

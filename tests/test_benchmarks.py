@@ -125,3 +125,14 @@ def test_molecular_dynamics_on_a_gpu(standin: Path, tmp_path: Path) -> None:
     (row,) = measured(tmp_path, "md", "--checkpoint", standin, "--system", "cu:32", "--steps", 100)
     assert 0 < row["gpu_fraction"] < 1
     assert row["fluctuation"] < 0.1  # meV/atom; the temperature of the start is worth 39
+
+
+@pytest.mark.parametrize("peers", [[], pytest.param(["fairchem:vmap"], marks=pytest.mark.gpu)])
+def test_hessians(standin: Path, tmp_path: Path, peers: list[str]) -> None:
+    arguments = ["--systems", "benzene", "--impls", "fastuma:accurate", *peers, "--seconds", 0, "--repeats", 1]
+    rows = measured(tmp_path, "hessian", "--checkpoint", standin, *arguments)
+    assert [row["impl"] for row in rows] == ["fastuma", *peers]
+    for row in rows:
+        assert 0 < row["hessian_err"] < 1e-4 < row["hessian_max"]
+        assert row["asymmetry"] < 1e-5
+    assert rows[0]["forces_after_ms"] > 0
