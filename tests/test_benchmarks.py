@@ -136,3 +136,16 @@ def test_hessians(standin: Path, tmp_path: Path, peers: list[str]) -> None:
         assert 0 < row["hessian_err"] < 1e-4 < row["hessian_max"]
         assert row["asymmetry"] < 1e-5
     assert rows[0]["forces_after_ms"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("system", ["g2x3", "metals2x4"])
+def test_batches_on_a_gpu(standin: Path, tmp_path: Path, system: str) -> None:
+    arguments = ["--systems", system, "--impls", "fastuma:accurate", "fairchem:batch", "--seconds", 0]
+    arguments += ["--repeats", 1, "--warm-up", 0, "--new-batches", 1]
+    rows = measured(tmp_path, "batches", "--checkpoint", standin, *arguments)
+    assert [row["impl"] for row in rows] == ["fastuma", "fairchem:batch"]
+    for row in rows:
+        assert row["force_rel_err"] < 1e-4
+        assert row["new_batch_ms"] > 0
+        assert row["structures_per_s"] == pytest.approx(1e3 * row["structures"] / row["median_ms"])
