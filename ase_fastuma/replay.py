@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ase_fastuma.graph import COINCIDENT
-from ase_fastuma.kernels.neighbours import EdgeRoom, search_numbers, search_within
+from ase_fastuma.kernels.neighbours import NUMBERS, EdgeRoom, search_numbers, search_within
 
 if TYPE_CHECKING:
     import numpy as np
@@ -70,7 +70,7 @@ class _Recording:
         self.capacity = capacity
         self._cutoff, self._num_atoms, self._pool = cutoff, num_atoms, pool
         self._room = EdgeRoom.of(capacity, cutoff, device)
-        self._input = torch.zeros(4 * num_atoms + 34, dtype=torch.float64).pin_memory()
+        self._input = torch.zeros(4 * num_atoms + NUMBERS, dtype=torch.float64).pin_memory()
         self._on_device = torch.empty_like(self._input, device=device)
         self._graph = torch.cuda.CUDAGraph()
 

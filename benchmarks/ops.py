@@ -358,7 +358,7 @@ def neighbour_list(p: Problem) -> Iterator[Op]:
 
     def plain() -> tuple[Tensor, ...]:
         bins = neighbours._plan_bins(p.cell, pbc, CUTOFF, p.num_atoms)
-        return (neighbours._assemble(neighbours._search_plain(p.positions, bins, CUTOFF), None).vectors,)
+        return (neighbours.assemble(neighbours.search_plain(p.positions, bins), None).vectors,)
 
     yield Op(
         "neighbour_list",

@@ -6,6 +6,7 @@ Nothing here knows fairchem. Import operations from their own files, which is wh
     from ase_fastuma.kernels.edge import gather_rotate_scale, rotate_back_sum, sorted_edges
     from ase_fastuma.kernels.gate import gate
     from ase_fastuma.kernels.linear import block_linear, block_weights
+    from ase_fastuma.kernels.many_neighbours import Systems, bins_of, neighbour_lists
     from ase_fastuma.kernels.neighbours import neighbour_list
     from ase_fastuma.kernels.norm import add_rms_norm
     from ase_fastuma.kernels.rotation import edge_rotation, rotate, rotate_back

@@ -13,7 +13,7 @@ Method (O(N + E) memory for any cell):
    image number, so small cells and large ones take the same path: a small cell visits one bin under many images.
 4. Count, take the cumulative sum, read the number of edges (the one host synchronisation), fill.
 
-`_search_plain` states this in PyTorch and serves the CPU; `_search_triton` is the same search in kernels. All geometry
+`search_plain` states this in PyTorch and serves the CPU; `_search_triton` is the same search in kernels. All geometry
 is float64 with the same operations in the same order and no fused multiply-add. Both therefore decide every pair alike,
 also one that lies exactly on the cutoff, and r(s -> t) is bitwise -r(t -> s): an uncapped list is exactly symmetric.
 """
@@ -30,15 +30,14 @@ import torch
 import triton
 import triton.language as tl
 
+from ._binning import BOX, FEWEST_BINS, GRID, Bins, plan
+
 if TYPE_CHECKING:
     import numpy as np
 
-# Bins are wider than the cutoff by this fraction; it covers the rounding of bin indices (1e-15 of a coordinate).
-_BIN_MARGIN = 1e-6
-# Thinnest periodic cell, as a fraction of the cutoff: about 1000 images along each axis, so bin counters fit int32.
-_THINNEST = 1 / 500
-# Bins are at most as many as the atoms, or this many: a step of the search visits 27 of them anyway.
-_FEWEST_BINS = 27
+NUMBERS = BOX.value + GRID.value
+"""How many numbers `search_numbers` gives."""
+
 # An atom past the cap keeps neighbours up to this much (A^2) beyond the squared distance of the first one past it, so a
 # shell of equal distances is never split. UMA's models are trained with this rule.
 _SHELL_TOLERANCE = 0.01
@@ -72,24 +71,7 @@ class NeighbourList:
 
 
 @dataclass(frozen=True)
-class _Bins:
-    """Bins of one cell, fixed on the host from nine numbers; three values each, one per lattice axis.
-
-    The raw bins around a target in bin b are b + low, ..., b + low + visits - 1.
-    """
-
-    periodic: tuple[bool, ...]
-    number: tuple[int, ...]
-    low: tuple[int, ...]
-    visits: tuple[int, ...]
-    # Bins per unit of coordinate: fractional along periodic axes, A along open ones.
-    density: tuple[float, ...]
-    lattice: torch.Tensor  # float64 [3, 3] on the CPU, open axes replaced by unit vectors
-    inverse: torch.Tensor  # float64 [3, 3] on the CPU, coordinates = x @ inverse
-
-
-@dataclass(frozen=True)
-class _Edges:
+class Edges:
     """What a search finds: see NeighbourList; `most` is the largest number of edges into one atom, before a cap."""
 
     source: torch.Tensor
@@ -101,59 +83,12 @@ class _Edges:
     shortest: float
 
 
-def _lattice(cell: torch.Tensor, periodic: Sequence[bool]) -> torch.Tensor:
-    """The cell with every open axis replaced by a unit vector at right angles to all other vectors."""
-    if all(periodic):
-        return cell
-    lattice = cell.clone()
-    vectors = cell[[axis for axis in range(3) if periodic[axis]]]
-    complement = torch.linalg.qr(vectors.T, mode="complete").Q[:, len(vectors) :].T
-    lattice[[axis for axis in range(3) if not periodic[axis]]] = complement
-    return lattice
-
-
-def _plan_bins(cell: torch.Tensor, periodic: tuple[bool, ...], cutoff: float, n_atoms: int) -> _Bins:
-    """Choose the bins; raises ValueError for a periodic cell without volume."""
-    lattice = _lattice(cell, periodic)
-    faces = torch.stack([torch.linalg.cross(lattice[(a + 1) % 3], lattice[(a + 2) % 3]) for a in range(3)])
-    volume = torch.dot(lattice[0], faces[0])
-    heights = (volume.abs() / faces.norm(dim=1)).tolist()  # distance between opposite faces, A
-    reach = cutoff * (1 + _BIN_MARGIN)
-    for axis in range(3):
-        if periodic[axis] and not heights[axis] >= cutoff * _THINNEST:  # `not`: NaN must fail too
-            raise ValueError(
-                f"cell: expected a height of at least {cutoff * _THINNEST:.3g} A along periodic axis {axis}, "
-                f"got {heights[axis]:.3g} A"
-            )
-    # More bins than atoms only cost memory. Open axes share what the periodic ones leave.
-    limit = max(n_atoms, _FEWEST_BINS)
-    number = [max(1, min(limit, math.floor(heights[a] / reach))) if periodic[a] else 1 for a in range(3)]
-    while math.prod(number) > limit:
-        finest = number.index(max(number))
-        number[finest] = (number[finest] + 1) // 2
-    if not all(periodic):
-        share = max(1, math.floor((limit / math.prod(number)) ** (1 / periodic.count(False)) + 1e-9))
-        number = [number[a] if periodic[a] else share for a in range(3)]
-    low, visits, density = [], [], []
-    for axis in range(3):
-        if periodic[axis]:
-            images = math.ceil(reach * number[axis] / heights[axis])  # 1 unless the whole cell is thinner than reach
-            low.append(-images)
-            visits.append(2 * images + 1)
-            density.append(float(number[axis]))
-        else:  # bins repeat along the axis: none may be visited twice
-            low.append(-1)
-            visits.append(min(3, number[axis]))
-            density.append(1 / reach)
-    return _Bins(
-        periodic=periodic,
-        number=tuple(number),
-        low=tuple(low),
-        visits=tuple(visits),
-        density=tuple(density),
-        lattice=lattice,
-        inverse=faces.T / volume,
-    )
+def _plan_bins(cell: torch.Tensor, periodic: Sequence[bool], cutoff: float, n_atoms: int) -> Bins:
+    """The bins of one system on the CPU; raises ValueError for a periodic cell without volume."""
+    atoms = torch.tensor([n_atoms])
+    bins = plan(cell.cpu()[None], torch.tensor([list(periodic)]), cutoff, atoms, torch.zeros_like(atoms))
+    bins.check()
+    return bins
 
 
 def _sort_by_bin(bins: torch.Tensor, n_bins: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -178,32 +113,32 @@ def _squared_length(vectors: torch.Tensor) -> torch.Tensor:
     return x * x + y * y + z * z
 
 
-def _assign_plain(positions: torch.Tensor, bins: _Bins) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _assign_plain(
+    positions: torch.Tensor, box: torch.Tensor, grid: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Wrapped positions float64 [N, 3], cell turns taken off int32 [N, 3], bin along each axis int64 [N, 3]."""
-    device = positions.device
-    periodic = torch.tensor(bins.periodic, device=device)
-    number = torch.tensor(bins.number, device=device)
-    coordinates = _combine(positions, bins.inverse.to(device))
+    lattice, inverse, density = box[:9].view(3, 3), box[9:18].view(3, 3), box[18:21]
+    number, periodic = grid[:3], grid[9:12].bool()
+    coordinates = _combine(positions, inverse)
     turns = torch.where(periodic, coordinates.floor(), 0.0)
-    wrapped = positions - _combine(turns, bins.lattice.to(device))
-    scaled = ((coordinates - turns) * torch.tensor(bins.density, dtype=torch.float64, device=device)).floor()
+    wrapped = positions - _combine(turns, lattice)
+    scaled = ((coordinates - turns) * density).floor()
     folded = torch.where(periodic, scaled, scaled - (scaled / number).floor() * number)
     # Rounding can bring a coordinate up to exactly 1: such an atom stays in the last bin.
-    place = torch.minimum(folded.long().clamp(min=0), number - 1)
+    place = torch.minimum(folded.long().clamp(min=0), number.long() - 1)
     return wrapped, turns.int(), place
 
 
-def _search_plain(positions: torch.Tensor, bins: _Bins, cutoff: float, budget: int = 1 << 20) -> _Edges:
-    """Find the edges in PyTorch; temporaries hold about `budget` candidate pairs."""
+def search_plain(positions: torch.Tensor, bins: Bins, budget: int = 1 << 20) -> Edges:
+    """Find the edges of one system in PyTorch; temporaries hold about `budget` candidate pairs."""
     device, n_atoms = positions.device, len(positions)
-    number = torch.tensor(bins.number, device=device)
-    periodic = torch.tensor(bins.periodic, device=device)
-    lattice = bins.lattice.to(device)
-    wrapped, turns, place = _assign_plain(positions, bins)
-    strides = torch.tensor([bins.number[1] * bins.number[2], bins.number[2], 1], device=device)
-    _, order, bin_start = _sort_by_bin((place * strides).sum(1).int(), math.prod(bins.number))
+    box, grid = bins.box[0].to(device), bins.grid[0].to(device)
+    lattice, (number, low, visits, periodic) = box[:9].view(3, 3), grid[:12].long().view(4, 3)
+    wrapped, turns, place = _assign_plain(positions, box, grid)
+    strides = torch.stack([number[1] * number[2], number[2], torch.ones_like(number[2])])
+    _, order, bin_start = _sort_by_bin((place * strides).sum(1).int(), int(number.prod()))
     offsets = torch.cartesian_prod(
-        *(torch.arange(low, low + n, device=device) for low, n in zip(bins.low, bins.visits, strict=True))
+        *(torch.arange(first, first + n, device=device) for first, n in zip(low.tolist(), visits.tolist(), strict=True))
     )
     fullest = int(bin_start.diff().max())
     step = max(1, budget // (len(offsets) * fullest))
@@ -223,7 +158,7 @@ def _search_plain(positions: torch.Tensor, bins: _Bins, cutoff: float, budget: i
         image = image[visit]
         vectors = (wrapped[source] - wrapped[target]) + _combine(image, lattice)
         itself = (source == target) & (image == 0).all(1)
-        keep = ((_squared_length(vectors) <= cutoff * cutoff) & ~itself).nonzero().squeeze(1)
+        keep = ((_squared_length(vectors) <= box[21]) & ~itself).nonzero().squeeze(1)
         source, target = source[keep], target[keep]
         shift = image[keep].int() - turns[source] + turns[target]
         found.append((source.int(), target.int(), shift, vectors[keep]))
@@ -232,7 +167,7 @@ def _search_plain(positions: torch.Tensor, bins: _Bins, cutoff: float, budget: i
     counts = torch.bincount(target, minlength=n_atoms)
     row_start = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     shortest = math.sqrt(_squared_length(vectors).min()) if len(source) else math.inf
-    return _Edges(source, target, shift, vectors, row_start, int(counts.max()), shortest)
+    return Edges(source, target, shift, vectors, row_start, int(counts.max()), shortest)
 
 
 # --- Triton ----------------------------------------------------------------------------------------------------------
@@ -245,9 +180,7 @@ _ATOMS_PER_BIN = 4
 # No fused multiply-add: see the top of the file.
 _LAUNCH = {"num_warps": 1, "enable_fp_fusion": False}
 
-# Host numbers travel as two small tensors: a Triton scalar argument is at most float32 and may cause a compilation.
-# box float64 [22]: lattice 0..8 (rows), inverse 9..17 (rows), density 18..20, cutoff^2 21
-# grid int32 [12]: number 0..2, low 3..5, visits 6..8, periodic 9..11
+# Bins come as two tensors, box and grid: see _binning.py. With MANY systems, the atoms of each take its rows of them.
 
 
 @triton.jit
@@ -273,10 +206,16 @@ def _assign_axis(coordinate, box, grid, axis: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n_atoms"])
-def _assign_kernel(positions, box, grid, wrapped, turns, bins, n_atoms, BLOCK: tl.constexpr):
+def _assign_kernel(
+    positions, system, box, grid, wrapped, turns, bins, n_atoms, MANY: tl.constexpr, BLOCK: tl.constexpr
+):
     """wrapped = x - floor(x @ inverse) @ lattice along periodic axes; bins = linear index of the bin."""
     atom = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = atom < n_atoms
+    if MANY:
+        of_atom = tl.load(system + atom, mask=mask, other=0)
+        box += of_atom * BOX
+        grid += of_atom * GRID
     x = tl.load(positions + atom * 3, mask=mask, other=0.0)
     y = tl.load(positions + atom * 3 + 1, mask=mask, other=0.0)
     z = tl.load(positions + atom * 3 + 2, mask=mask, other=0.0)
@@ -290,7 +229,8 @@ def _assign_kernel(positions, box, grid, wrapped, turns, bins, n_atoms, BLOCK: t
     tl.store(turns + atom * 3, turn_0.to(tl.int32), mask=mask)
     tl.store(turns + atom * 3 + 1, turn_1.to(tl.int32), mask=mask)
     tl.store(turns + atom * 3 + 2, turn_2.to(tl.int32), mask=mask)
-    tl.store(bins + atom, (bin_0 * tl.load(grid + 1) + bin_1) * tl.load(grid + 2) + bin_2, mask=mask)
+    linear = (bin_0 * tl.load(grid + 1) + bin_1) * tl.load(grid + 2) + bin_2
+    tl.store(bins + atom, tl.load(grid + 12) + linear, mask=mask)
 
 
 @triton.jit
@@ -305,6 +245,8 @@ def _visit_axis(place, step, grid, axis: tl.constexpr):
 @triton.jit
 def _visit(home, visit, bin_start, grid):
     """Atoms first : last (ranks by bin) and image numbers of the visit-th raw bin around bin `home`."""
+    first_bin = tl.load(grid + 12)
+    home -= first_bin
     number_1 = tl.load(grid + 1)
     number_2 = tl.load(grid + 2)
     visits_0 = tl.load(grid + 6)
@@ -313,7 +255,7 @@ def _visit(home, visit, bin_start, grid):
     bin_0, image_0 = _visit_axis(home // (number_1 * number_2), visit // (visits_1 * visits_2), grid, 0)
     bin_1, image_1 = _visit_axis(home // number_2 % number_1, visit // visits_2 % visits_1, grid, 1)
     bin_2, image_2 = _visit_axis(home % number_2, visit % visits_2, grid, 2)
-    visited = (bin_0 * number_1 + bin_1) * number_2 + bin_2
+    visited = first_bin + (bin_0 * number_1 + bin_1) * number_2 + bin_2
     mask = visit < visits_0 * visits_1 * visits_2
     first = tl.load(bin_start + visited, mask=mask, other=0).to(tl.int32)
     last = tl.load(bin_start + visited + 1, mask=mask, other=0).to(tl.int32)
@@ -338,10 +280,29 @@ def _pair(wrapped, box, rank, other, mask, image_0, image_1, image_2):
 
 @triton.jit
 def _count_kernel(
-    wrapped, order, bins, bin_start, box, grid, counts, shortest, LANES: tl.constexpr, ATOMS_PER_BIN: tl.constexpr
+    wrapped,
+    order,
+    bins,
+    bin_start,
+    system,
+    box,
+    grid,
+    counts,
+    shortest,
+    MANY: tl.constexpr,
+    LANES: tl.constexpr,
+    ATOMS_PER_BIN: tl.constexpr,
 ):
-    """counts[t] = number of edges into t, shortest[t] = least squared length of them (inf without edges)."""
+    """counts[t] = number of edges into t, shortest[t] = least squared length of them.
+
+    Without edges, the length is infinite; of an atom whose place is not finite, NaN.
+    """
     rank = tl.program_id(0)
+    target = tl.load(order + rank)
+    if MANY:
+        of_atom = tl.load(system + target)
+        box += of_atom * BOX
+        grid += of_atom * GRID
     home = tl.load(bins + rank)
     lane = tl.arange(0, LANES)
     n_visits = tl.load(grid + 6) * tl.load(grid + 7) * tl.load(grid + 8)
@@ -354,9 +315,10 @@ def _count_kernel(
             edge, _, _, _, squared = _pair(wrapped, box, rank, other, other < last, image_0, image_1, image_2)
             count += edge.to(tl.int32)
             least = tl.minimum(least, tl.where(edge, squared, float("inf")))
-    target = tl.load(order + rank)
+    place = wrapped + rank.to(tl.int64) * 3
+    extent = tl.abs(tl.load(place)) + tl.abs(tl.load(place + 1)) + tl.abs(tl.load(place + 2))
     tl.store(counts + target, tl.sum(count))
-    tl.store(shortest + target, tl.min(least))
+    tl.store(shortest + target, tl.where(extent < float("inf"), tl.min(least), float("nan")))
 
 
 @triton.jit(do_not_specialize=["capacity"])
@@ -365,6 +327,7 @@ def _fill_kernel(
     order,
     bins,
     bin_start,
+    system,
     box,
     grid,
     turns,
@@ -375,13 +338,18 @@ def _fill_kernel(
     vectors,
     capacity,
     SHIFT: tl.constexpr,
+    MANY: tl.constexpr,
     LANES: tl.constexpr,
     ATOMS_PER_BIN: tl.constexpr,
 ):
     """Write the edges that _count_kernel counted, in the order of the visits; none beyond the capacity."""
     rank = tl.program_id(0)
-    home = tl.load(bins + rank)
     atom_t = tl.load(order + rank)
+    if MANY:
+        of_atom = tl.load(system + atom_t)
+        box += of_atom * BOX
+        grid += of_atom * GRID
+    home = tl.load(bins + rank)
     slot = tl.load(row_start + atom_t)  # int64
     lane = tl.arange(0, LANES)
     n_visits = tl.load(grid + 6) * tl.load(grid + 7) * tl.load(grid + 8)
@@ -411,74 +379,86 @@ def _fill_kernel(
             tl.store(vectors + out * 3 + 2, z, mask=edge)
 
 
-_BOX_SIZE = 22
-
-
-def _numbers(bins: _Bins, cutoff: float) -> list[float]:
-    """box, then grid."""
-    lattice, inverse = bins.lattice.flatten().tolist(), bins.inverse.flatten().tolist()
-    box = [*lattice, *inverse, *bins.density, cutoff * cutoff]
-    return [*box, *bins.number, *bins.low, *bins.visits, *bins.periodic]
-
-
-def _box_and_grid(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return numbers[:_BOX_SIZE], numbers[_BOX_SIZE:].int()
-
-
-def _upload_bins(bins: _Bins, cutoff: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """box and grid, copied without waiting for the device."""
-    numbers = torch.tensor(_numbers(bins, cutoff), dtype=torch.float64)
-    return _box_and_grid(numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers)
-
-
 def _assign_triton(
-    positions: torch.Tensor, box: torch.Tensor, grid: torch.Tensor
+    positions: torch.Tensor, box: torch.Tensor, grid: torch.Tensor, system: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Wrapped positions float64 [N, 3], cell turns taken off int32 [N, 3], linear bin int32 [N]."""
     n_atoms = len(positions)
     wrapped = torch.empty_like(positions)
     turns = torch.empty_like(positions, dtype=torch.int32)
     atom_bins = torch.empty(n_atoms, dtype=torch.int32, device=positions.device)
+    many = system is not None
     _assign_kernel[(triton.cdiv(n_atoms, _LANES),)](
-        positions, box, grid, wrapped, turns, atom_bins, n_atoms, BLOCK=_LANES, **_LAUNCH
+        positions, system, box, grid, wrapped, turns, atom_bins, n_atoms, MANY=many, BLOCK=_LANES, **_LAUNCH
     )
     return wrapped, turns, atom_bins
 
 
-def _count(
-    positions: torch.Tensor, box: torch.Tensor, grid: torch.Tensor, n_bins: int
-) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What _fill_kernel reads, cell turns, row_start, and float64 [3]: edges, most edges into one atom, least d^2."""
-    n_atoms = len(positions)
-    wrapped, turns, atom_bins = _assign_triton(positions, box, grid)
+class Counted(NamedTuple):
+    """Edges that are counted but not yet written.
+
+    | field | type | meaning |
+    |---|---|---|
+    | search | | what _fill_kernel reads first |
+    | row_start | int64 [N + 1] | edges into each atom |
+    | summary | float64 [3] | edges, most edges into one atom, least squared length (A^2) |
+    """
+
+    search: tuple[torch.Tensor | None, ...]
+    row_start: torch.Tensor
+    summary: torch.Tensor
+
+    def fill(self, out: tuple[torch.Tensor | None, ...], capacity: int, shift: bool) -> None:
+        """Write them: source, target, shift and vectors, none beyond the capacity."""
+        tile = {"LANES": _LANES, "ATOMS_PER_BIN": _ATOMS_PER_BIN}
+        many = self.search[4] is not None
+        _fill_kernel[(len(self.row_start) - 1,)](
+            *self.search, self.row_start, *out, capacity, SHIFT=shift, MANY=many, **tile, **_LAUNCH
+        )
+
+
+def count(
+    positions: torch.Tensor, box: torch.Tensor, grid: torch.Tensor, n_bins: int, system: torch.Tensor | None = None
+) -> Counted:
+    """Count the edges of one system, or of many, in which each atom belongs to `system` int32 [N]."""
+    n_atoms, many = len(positions), system is not None
+    wrapped, turns, atom_bins = _assign_triton(positions, box, grid, system)
     sorted_bins, order, bin_start = _sort_by_bin(atom_bins, n_bins)
-    search = (wrapped.index_select(0, order), order, sorted_bins, bin_start, box, grid)
+    search = (wrapped.index_select(0, order), order, sorted_bins, bin_start, system, box, grid)
     counts = torch.empty(n_atoms, dtype=torch.int32, device=positions.device)
     shortest = torch.empty(n_atoms, dtype=torch.float64, device=positions.device)
-    _count_kernel[(n_atoms,)](*search, counts, shortest, LANES=_LANES, ATOMS_PER_BIN=_ATOMS_PER_BIN, **_LAUNCH)
+    tile = {"LANES": _LANES, "ATOMS_PER_BIN": _ATOMS_PER_BIN}
+    _count_kernel[(n_atoms,)](*search, counts, shortest, MANY=many, **tile, **_LAUNCH)
     row_start = torch.zeros(n_atoms + 1, dtype=torch.int64, device=positions.device)
     torch.cumsum(counts, 0, dtype=torch.int64, out=row_start[1:])
     # float64 holds these integers exactly.
     summary = torch.stack([row_start[-1].double(), counts.max().double(), shortest.min()])
-    return search, turns, row_start, summary
+    return Counted((*search, turns), row_start, summary)
 
 
-def _search_triton(positions: torch.Tensor, bins: _Bins, cutoff: float) -> _Edges:
-    """Find the edges in kernels; one host synchronisation."""
-    device, n_atoms = positions.device, len(positions)
+def _search_triton(positions: torch.Tensor, bins: Bins) -> Edges:
+    """Find the edges of one system in kernels; bins on the CPU, one host synchronisation."""
     with torch.cuda.device_of(positions):  # Triton launches on the current device
-        box, grid = _upload_bins(bins, cutoff, device)
-        search, turns, row_start, summary = _count(positions, box, grid, math.prod(bins.number))
-        n_edges, most, least = summary.tolist()  # the one synchronisation
-        n_edges = int(n_edges)
-        source = torch.empty(n_edges, dtype=torch.int32, device=device)
-        target = torch.empty(n_edges, dtype=torch.int32, device=device)
-        shift = torch.empty(n_edges, 3, dtype=torch.int32, device=device)
-        vectors = torch.empty(n_edges, 3, dtype=torch.float64, device=device)
-        out = (source, target, shift, vectors, n_edges)
-        tile = {"LANES": _LANES, "ATOMS_PER_BIN": _ATOMS_PER_BIN}
-        _fill_kernel[(n_atoms,)](*search, turns, row_start, *out, SHIFT=True, **tile, **_LAUNCH)
-    return _Edges(source, target, shift, vectors, row_start, int(most), math.sqrt(least))
+        box, grid = (_upload(tensor, positions.device) for tensor in (bins.box, bins.grid))
+        counted = count(positions, box, grid, int(bins.number.prod()))
+        n_edges, most, least = counted.summary.tolist()  # the one synchronisation
+        return fill(counted, int(n_edges), int(most), least)
+
+
+def fill(counted: Counted, n_edges: int, most: int, least: float) -> Edges:
+    """Write the edges, of which the host knows how many there are."""
+    device = counted.row_start.device
+    source = torch.empty(n_edges, dtype=torch.int32, device=device)
+    target = torch.empty(n_edges, dtype=torch.int32, device=device)
+    shift = torch.empty(n_edges, 3, dtype=torch.int32, device=device)
+    vectors = torch.empty(n_edges, 3, dtype=torch.float64, device=device)
+    counted.fill((source, target, shift, vectors), n_edges, shift=True)
+    return Edges(source, target, shift, vectors, counted.row_start, most, math.sqrt(least))
+
+
+def _upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor of the host to the device, without waiting for the device."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 # --- without waiting for the device ----------------------------------------------------------------------------------
@@ -527,12 +507,12 @@ class FoundEdges(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _planned(rows: tuple[float, ...], pbc: tuple[bool, ...], cutoff: float, n_atoms: int) -> tuple[float, ...]:
-    cell = torch.tensor(rows, dtype=torch.float64).view(3, 3)
-    return tuple(_numbers(_plan_bins(cell, pbc, cutoff, n_atoms), cutoff))
+    bins = _plan_bins(torch.tensor(rows, dtype=torch.float64).view(3, 3), pbc, cutoff, n_atoms)
+    return tuple(bins.box[0].tolist() + bins.grid[0].tolist())
 
 
 def search_numbers(cell: np.ndarray, pbc: Sequence[bool], cutoff: float, n_atoms: int) -> tuple[float, ...]:
-    """The 34 numbers that `search_within` reads besides positions: what follows from the cell ([3, 3], A) and cutoff.
+    """What `search_within` reads besides positions, `NUMBERS` of them: what follows from cell ([3, 3], A) and cutoff.
 
     Raises ValueError for a periodic cell without volume.
     """
@@ -545,24 +525,27 @@ def search_numbers(cell: np.ndarray, pbc: Sequence[bool], cutoff: float, n_atoms
 def search_within(positions: torch.Tensor, numbers: torch.Tensor, room: EdgeRoom) -> FoundEdges:
     """Find all edges on the device without a word to the host, so that a CUDA graph may hold the search.
 
-    positions: float64 [N, 3], A. numbers: float64 [34], from `search_numbers`, on the device. room: OUTPUT, the edges.
+    positions: float64 [N, 3], A. numbers: float64 [NUMBERS], from `search_numbers`, on the device. room: OUTPUT, the
+    edges.
     """
-    n_atoms, capacity = len(positions), len(room.source)
-    box, grid = _box_and_grid(numbers)
-    search, turns, row_start, summary = _count(positions, box, grid, max(n_atoms, _FEWEST_BINS))
-    out = (room.source, room.target, None, room.vectors, capacity)
-    tile = {"LANES": _LANES, "ATOMS_PER_BIN": _ATOMS_PER_BIN}
-    _fill_kernel[(n_atoms,)](*search, turns, row_start, *out, SHIFT=False, **tile, **_LAUNCH)
-    row_start = row_start.clamp(max=capacity)
-    found = torch.arange(capacity, device=positions.device) < row_start[-1]
+    box, grid = numbers[: BOX.value], numbers[BOX.value :].int()
+    return within(count(positions, box, grid, max(len(positions), FEWEST_BINS)), room)
+
+
+def within(counted: Counted, room: EdgeRoom) -> FoundEdges:
+    """Write counted edges into a room (OUTPUT), without waiting for the device."""
+    capacity, n_atoms = len(room.source), len(counted.row_start) - 1
+    counted.fill((room.source, room.target, None, room.vectors), capacity, shift=False)
+    row_start = counted.row_start.clamp(max=capacity)
+    found = torch.arange(capacity, device=row_start.device) < row_start[-1]
     by_source = torch.sort(torch.where(found, room.source, n_atoms), stable=True).indices
-    return FoundEdges(row_start, by_source, summary)
+    return FoundEdges(row_start, by_source, counted.summary)
 
 
 # --- public ----------------------------------------------------------------------------------------------------------
 
 
-def _nearest(edges: _Edges, max_neighbours: int) -> torch.Tensor:
+def _nearest(edges: Edges, max_neighbours: int) -> torch.Tensor:
     """Indices (ascending) of the edges that the cap keeps.
 
     An atom with more than `max_neighbours` edges keeps those with d^2 <= d_k^2 + tolerance, where d_k is the length of
@@ -577,7 +560,7 @@ def _nearest(edges: _Edges, max_neighbours: int) -> torch.Tensor:
     return (squared <= limit[edges.target]).nonzero().squeeze(1)
 
 
-def _keep(edges: _Edges, kept: torch.Tensor) -> _Edges:
+def _keep(edges: Edges, kept: torch.Tensor) -> Edges:
     """The edges at the ascending indices `kept`."""
     return replace(
         edges,
@@ -628,12 +611,12 @@ def neighbour_list(
     ValueError for a wrong shape, cutoff or cap and for a periodic cell without volume.
     """
     _check(positions, cell, pbc, cutoff, max_neighbours)
-    bins = _plan_bins(cell.cpu(), tuple(bool(p) for p in pbc), cutoff, len(positions))
-    search = _search_triton if positions.is_cuda else _search_plain
-    return _assemble(search(positions.contiguous(), bins, cutoff), max_neighbours)
+    bins = _plan_bins(cell, [bool(p) for p in pbc], cutoff, len(positions))
+    search = _search_triton if positions.is_cuda else search_plain
+    return assemble(search(positions.contiguous(), bins), max_neighbours)
 
 
-def _assemble(edges: _Edges, max_neighbours: int | None) -> NeighbourList:
+def assemble(edges: Edges, max_neighbours: int | None) -> NeighbourList:
     """Apply the cap and add the order by source."""
     n_edges = len(edges.source)
     if max_neighbours is not None and edges.most > max_neighbours:

@@ -127,7 +127,7 @@ def test_errors(make: Callable, model: Callable) -> None:
         assert caught.value.__notes__ == ["system 1 of the state"]
     with pytest.raises(TypeError, match="settings: expected none beside a calculator, got task"):
         FastUMAModel(make(), task="omol")
-    with pytest.raises(ValueError, match="state: expected its tensors on .*, got meta"):
+    with pytest.raises(ValueError, match=r"state: expected its tensors on .*, got meta"):
         tested(SimpleNamespace(positions=torch.empty(4, 3, device="meta")))
 
 

@@ -13,6 +13,7 @@ import torch
 from ase import Atoms
 from ase.build import bulk, fcc111, molecule
 from ase.neighborlist import primitive_neighbor_list
+from ase_fastuma.kernels import many_neighbours
 from ase_fastuma.kernels import neighbours as module
 from ase_fastuma.kernels._launch import INTERPRETED
 from ase_fastuma.kernels.neighbours import NeighbourList, neighbour_list
@@ -97,7 +98,7 @@ def build_by_kernels(atoms: Atoms, cutoff: float = CUTOFF, cap: int | None = Non
     """The shipped launcher, on the GPU or interpreted on the CPU (where `neighbour_list` takes the plain path)."""
     positions = torch.tensor(atoms.positions, device="cuda" if torch.cuda.is_available() else "cpu")
     bins = module._plan_bins(torch.tensor(atoms.cell.array), tuple(atoms.pbc.tolist()), cutoff, len(atoms))
-    return module._assemble(module._search_triton(positions, bins, cutoff), cap)
+    return module.assemble(module._search_triton(positions, bins), cap)
 
 
 def search_within(atoms: Atoms, room: module.EdgeRoom, cutoff: float = CUTOFF) -> module.FoundEdges:
@@ -253,7 +254,7 @@ def test_chunks_of_targets_do_not_matter():
     atoms = STRUCTURES["many bins, prime"]()
     positions = torch.tensor(atoms.positions)
     bins = module._plan_bins(torch.tensor(atoms.cell.array), (True, True, True), CUTOFF, len(atoms))
-    whole, pieces = (module._search_plain(positions, bins, CUTOFF, budget=budget) for budget in (1 << 24, 1))
+    whole, pieces = (module.search_plain(positions, bins, budget=budget) for budget in (1 << 24, 1))
     for field in fields(whole):
         a, b = getattr(whole, field.name), getattr(pieces, field.name)
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
@@ -299,14 +300,14 @@ def test_number_of_bins_never_passes_the_number_of_atoms():
         (torch.eye(3), (False, False, False)),
     ]:
         for n_atoms in (1, 1000, 1_000_000):
-            assert math.prod(module._plan_bins(cell.double(), pbc, CUTOFF, n_atoms).number) <= max(27, n_atoms)
+            assert module._plan_bins(cell.double(), pbc, CUTOFF, n_atoms).number.prod() <= max(27, n_atoms)
 
 
 def test_bins_are_never_narrower_than_the_cutoff():
     """At 24 A four bins would be exactly 6 A wide, and rounding could carry a pair at 6 A past the next bin."""
     for length, number in [(23.996, 3), (24.0, 3), (24.1, 4)]:
         cell = torch.eye(3, dtype=torch.float64) * length
-        assert module._plan_bins(cell, (True, True, True), CUTOFF, 1000).number == (number,) * 3
+        assert module._plan_bins(cell, (True, True, True), CUTOFF, 1000).number.tolist() == [[number] * 3]
     apart = Atoms("He2", cell=[23.996] * 3, pbc=True, positions=[[5.9989, 1, 1], [11.99885, 1, 1]])
     crowd = apart + scattered(200, apart.cell.array, True, 13)  # enough atoms for as many bins as fit
     assert edge_set(build(crowd)) == ase_set(crowd)
@@ -319,27 +320,30 @@ def test_assignment_by_kernel_equals_plain_bitwise(name):
     atoms = STRUCTURES[name]()
     positions = torch.tensor(atoms.positions, device="cuda" if torch.cuda.is_available() else "cpu")
     bins = module._plan_bins(torch.tensor(atoms.cell.array), tuple(atoms.pbc.tolist()), CUTOFF, len(atoms))
-    wrapped, turns, linear = module._assign_triton(positions, *module._upload_bins(bins, CUTOFF, positions.device))
-    expected_wrapped, expected_turns, place = module._assign_plain(positions.cpu(), bins)
+    wrapped, turns, linear = module._assign_triton(
+        positions, bins.box.to(positions.device), bins.grid.to(positions.device)
+    )
+    expected_wrapped, expected_turns, place = module._assign_plain(positions.cpu(), bins.box[0], bins.grid[0])
     assert torch.equal(wrapped.cpu(), expected_wrapped)
     assert torch.equal(turns.cpu(), expected_turns)
-    expected = (place[:, 0] * bins.number[1] + place[:, 1]) * bins.number[2] + place[:, 2]
+    _, number_1, number_2 = bins.number[0].tolist()
+    expected = (place[:, 0] * number_1 + place[:, 1]) * number_2 + place[:, 2]
     assert torch.equal(linear.cpu().long(), expected)
 
 
 def test_atoms_far_along_open_axes_spread_over_the_bins():
     atoms = chain()
     bins = module._plan_bins(torch.zeros(3, 3, dtype=torch.float64), (False,) * 3, CUTOFF, len(atoms))
-    _, _, place = module._assign_plain(torch.tensor(atoms.positions), bins)
-    assert set(place[:, 2].tolist()) == set(range(bins.number[2]))
+    _, _, place = module._assign_plain(torch.tensor(atoms.positions), bins.box[0], bins.grid[0])
+    assert set(place[:, 2].tolist()) == set(range(int(bins.number[0, 2])))
     assert torch.bincount(place[:, 2]).max() <= 0.5 * len(atoms)
 
 
 def test_bins_stay_one_cutoff_wide_where_atoms_are_dense():
     bins = module._plan_bins(torch.eye(3, dtype=torch.float64) * 72.3, (True, True, True), CUTOFF, 32_000)
-    assert bins.number == (12, 12, 12)
+    assert bins.number.tolist() == [[12, 12, 12]]
     film = module._plan_bins(torch.diag(torch.tensor([2400.5, 2400.5, 1.0])).double(), (True, True, False), 6.0, 10**6)
-    assert film.number == (400, 400, 6)
+    assert film.number.tolist() == [[400, 400, 6]]
 
 
 # --- room of a fixed size ---
@@ -375,6 +379,97 @@ def test_search_within_room_too_small():
     assert found.row_start.max() == n_edges - 100
     assert found.by_source.max() < n_edges - 100
     assert (whole.vectors[-100:].norm(dim=1) == CUTOFF).all()
+
+
+# --- many systems ---
+
+
+def search_many(sizes, positions, cells, pbc, cutoff, cap):
+    systems = many_neighbours.Systems.of(sizes, positions.device)
+    bins = many_neighbours.bins_of(cells, pbc, systems, cutoff)
+    return many_neighbours.neighbour_lists(positions, bins, systems, cap)
+
+
+def build_many(structures: list[Atoms], cutoff: float = CUTOFF, cap: int | None = None, device: str = "cpu"):
+    """The list that ships, for structures one after another."""
+    arrays = ([a.positions for a in structures], [a.cell.array[None] for a in structures], [a.pbc for a in structures])
+    positions, cells, pbc = (torch.tensor(np.concatenate(each), device=device) for each in arrays)
+    return search_many([len(a) for a in structures], positions, cells, pbc.view(-1, 3), cutoff, cap)
+
+
+def check_many(found: many_neighbours.NeighbourLists, alone: list[NeighbourList]) -> None:
+    """Bitwise, and in the same order, the lists of each system on its own."""
+    atoms = 0
+    for i, want in enumerate(alone):
+        edges, rows = slice(*found.starts[i : i + 2]), slice(atoms, atoms + len(want.row_start))
+        assert torch.equal(found.edges.source[edges] - atoms, want.source)
+        assert torch.equal(found.edges.target[edges] - atoms, want.target)
+        assert torch.equal(found.edges.shift[edges], want.shift)
+        assert torch.equal(found.edges.vectors[edges], want.vectors)
+        assert torch.equal(found.edges.row_start[rows] - found.starts[i], want.row_start)
+        assert torch.equal(found.edges.source_row_start[rows] - found.starts[i], want.source_row_start)
+        assert torch.equal(found.edges.by_source[edges] - found.starts[i], want.by_source)
+        atoms += len(want.row_start) - 1
+    assert found.starts[-1] == len(found.edges.source)
+    assert found.edges.shortest == min(want.shortest for want in alone)
+
+
+@pytest.mark.parametrize("cap", [None, 12])
+def test_many_systems_at_once(cap):
+    structures = [make() for make in STRUCTURES.values()]
+    check_many(build_many(structures, 4.0, cap), [build(atoms, 4.0, cap) for atoms in structures])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cap", [None, 12])
+def test_many_systems_at_once_on_a_gpu(cap):
+    structures = [make() for make in STRUCTURES.values()] * 3
+    check_many(build_many(structures, CUTOFF, cap, "cuda"), [build(atoms, CUTOFF, cap, "cuda") for atoms in structures])
+
+
+@kernels_run
+def test_many_systems_at_once_by_kernels(monkeypatch):
+    """Large and small bins, open axes and images in turn."""
+    names = ("triclinic", "one atom alone", "wire", "molecule", "sparse", "one atom, simple cubic")
+    structures = [STRUCTURES[name]() for name in names]
+    monkeypatch.setattr(many_neighbours, "_search_plain", many_neighbours._search_triton)
+    check_many(build_many(structures, 3.4), [build_by_kernels(atoms, 3.4) for atoms in structures])
+
+
+@pytest.mark.parametrize("search", ["_search_plain", pytest.param("_search_triton", marks=kernels_run)])
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter
+def test_faults_among_many_are_named(monkeypatch, search):
+    good, flat, lost = (scattered(3, [[5, 0, 0], [0, 5, 0], [0, 0, 5]], True, seed) for seed in (1, 2, 3))
+    flat.cell[1] = 2 * flat.cell[0]
+    lost.positions[1, 2], lost.positions[2, 0] = np.nan, np.inf
+    monkeypatch.setattr(many_neighbours, "_search_plain", getattr(many_neighbours, search))
+    with pytest.raises(
+        ValueError, match=r"cell: expected a height of at least 0\.006 A .* axis 0 in system 1, got 0 A"
+    ):
+        build_many([good, flat], 3.0)
+    with pytest.raises(ValueError, match="positions: expected finite numbers, got NaN or infinity for atoms 4, 5"):
+        build_many([good, lost], 3.0)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "error", "message"),
+    [
+        ("positions", torch.zeros(4, 3), TypeError, "positions: expected torch.float64, got torch.float32"),
+        ("positions", torch.zeros(3, 3).double(), ValueError, r"positions: expected shape \[4, 3\], got \[3, 3\]"),
+        ("cells", torch.eye(3).double(), ValueError, r"cells: expected shape \[2, 3, 3\], got \[3, 3\]"),
+        ("cells", torch.zeros(2, 3, 3), TypeError, "cells: expected torch.float64, got torch.float32"),
+        ("pbc", torch.ones(2, 3), TypeError, "pbc: expected torch.bool, got torch.float32"),
+        ("pbc", torch.ones(3).bool(), ValueError, r"pbc: expected shape \[2, 3\], got \[3\]"),
+        ("sizes", [4, 0], ValueError, r"sizes: expected at least one system and one atom in each, got \[4, 0\]"),
+        ("cutoff", -1.0, ValueError, "cutoff: expected a positive length in A, got -1.0"),
+        ("cap", 0, ValueError, "max_neighbours: expected None or at least 1, got 0"),
+    ],
+)
+def test_arguments_of_many_are_checked(argument, value, error, message):
+    arguments = {"sizes": [1, 3], "positions": torch.zeros(4, 3).double(), "cutoff": 3.0, "cap": None}
+    arguments |= {"cells": torch.eye(3).double().expand(2, 3, 3), "pbc": torch.ones(2, 3).bool(), argument: value}
+    with pytest.raises(error, match=message):
+        search_many(**arguments)
 
 
 # --- the neighbour cap ---
