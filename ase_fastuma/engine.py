@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from ase_fastuma.experts import mixture_key
-from ase_fastuma.graph import build_graph
+from ase_fastuma.graph import build_graph, upload
 from ase_fastuma.hessian import at_a_time, products
 from ase_fastuma.kernels import convolution, reference
 from ase_fastuma.kernels._launch import runs_kernels
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
     from ase_fastuma.checkpoint import Checkpoint
+    from ase_fastuma.kernels.many_neighbours import Bins
     from ase_fastuma.settings import Precision, Settings
     from ase_fastuma.system import System
 
@@ -194,12 +195,24 @@ class FusedBackend:
         """One pass over systems of one task."""
         if self._plain:
             return [self._run(system, properties) for system in systems]
-        mixtures = [self._networks.mixture(system) for system in systems]
-        pack = Pack.of(systems, mixtures, self._inputs, self._architecture.max_num_elements)
+        pack = self.pack(systems)
+        positions = np.concatenate([systems[i].positions for i in pack.order])
+        cells = np.stack([systems[i].cell for i in pack.order])
+        bins = pack.bins(upload(cells, self._device), self._architecture.cutoff)
         derivatives = bool(properties & {"forces", "stress"})
-        flat = self._step(self._networks.of_pack(pack.mixtures), pack.members, derivatives, pack.inputs)
+        flat = self.run_pack(pack, upload(positions, self._device), bins, derivatives)
         parts = pack.split(flat.cpu().numpy(), derivatives)
         return [self._results(s, part, derivatives, properties) for s, part in zip(systems, parts, strict=True)]
+
+    def pack(self, systems: Sequence[System]) -> Pack:
+        """Systems of one task for `run_pack`, which is not for the plain form."""
+        mixtures = [self._networks.mixture(system) for system in systems]
+        return Pack.of(systems, mixtures, self._architecture.max_num_elements, self._device)
+
+    def run_pack(self, pack: Pack, positions: Tensor, bins: Bins, derivatives: bool) -> Tensor:
+        """All work of a pass over many systems, on the device: what `_step` gives. Arguments as for `Pack.find`."""
+        inputs, members = pack.find(positions, bins, self._architecture.max_neighbors)
+        return self._step(self._networks.of_pack(pack.mixtures), members, derivatives, inputs)
 
     def _inputs(self, system: System) -> EdgeInputs:
         arch = self._architecture

@@ -33,7 +33,7 @@ class Graph:
     edges: NeighbourList
 
 
-def _upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Copy an array to the device, without waiting for the device."""
     tensor = torch.tensor(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
@@ -45,7 +45,7 @@ def build_graph(system: System, cutoff: float, max_neighbours: int | None, devic
     One host synchronisation, and one more when the neighbour cap is active. Raises ValueError, naming both atoms, where
     two atoms or an atom and an image coincide.
     """
-    positions = _upload(system.positions, device)
+    positions = upload(system.positions, device)
     edges = neighbour_list(positions, torch.tensor(system.cell), [bool(p) for p in system.pbc], cutoff, max_neighbours)
     if edges.shortest < COINCIDENT:
         closest = edges.vectors.norm(dim=1).argmin()
@@ -53,4 +53,4 @@ def build_graph(system: System, cutoff: float, max_neighbours: int | None, devic
         raise ValueError(
             f"positions: atoms {first} and {second} coincide, expected them more than {COINCIDENT:g} A apart"
         )
-    return Graph(_upload(system.numbers, device), positions, _upload(system.cell, device), edges)
+    return Graph(upload(system.numbers, device), positions, upload(system.cell, device), edges)

@@ -1,9 +1,10 @@
-"""Many systems of one task in one pass: their edges one after another, ordered by mixture of experts."""
+"""Many systems of one task in one pass: one after another, ordered by mixture of experts."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+import dataclasses
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ase_fastuma.kernels.linear import RowGroups
+from ase_fastuma.kernels.many_neighbours import Bins, NeighbourLists, Systems, bins_of, neighbour_lists
 from ase_fastuma.network import Mixture
 from ase_fastuma.replay import EdgeInputs
-from ase_fastuma.system import System
+from ase_fastuma.system import COINCIDENT, System
 
 
 @dataclass(frozen=True)
@@ -38,87 +40,105 @@ class Members:
 
 @dataclass(frozen=True)
 class Pack:
-    """Systems in the order in which a pass works on them.
+    """Systems in the order in which a pass works on them: all that stays as it is when their atoms move.
 
     Attributes:
         order: index of each in the order in which they were given.
-        sizes: their numbers of atoms.
         mixtures: the different mixtures among them.
-        inputs: their atoms and edges; atomic numbers of mixture g are raised by g * Z, as `Network` wants them.
-        members: the rest.
+        starts: first system of each mixture, and the number of systems.
+        systems: their sizes.
+        numbers: atomic numbers [N]; those of mixture g are raised by g * Z, as `Network` wants them.
+        pbc: which axes are periodic [S, 3].
+        members: the rest, but for the edges of each mixture.
     """
 
     order: list[int]
-    sizes: list[int]
     mixtures: tuple[Mixture, ...]
-    inputs: EdgeInputs
+    starts: list[int]
+    systems: Systems
+    numbers: Tensor
+    pbc: Tensor
     members: Members
 
     @classmethod
-    def of(
-        cls, systems: Sequence[System], mixtures: Sequence[Mixture], find: Callable[[System], EdgeInputs], numbers: int
-    ) -> Pack:
-        """Order systems by mixture and join their edges, which `find` finds.
-
-        `numbers` is how many atomic numbers (Z) a network has weights for.
-        """
+    def of(cls, systems: Sequence[System], mixtures: Sequence[Mixture], numbers: int, device: torch.device) -> Pack:
+        """Order systems by mixture, on a device. `numbers` is how many atomic numbers (Z) a network has weights for."""
         different = {mixture: g for g, mixture in enumerate(dict.fromkeys(mixtures))}
         order = sorted(range(len(systems)), key=lambda i: different[mixtures[i]])
         group_of = [different[mixtures[i]] for i in order]
-        parts = [find(systems[i]) for i in order]
-        device = parts[0].vectors.device
-        sizes, edges = [len(p.numbers) for p in parts], [p.num_edges for p in parts]
-        first_atoms, first_edges = ([0, *itertools.accumulate(n)] for n in (sizes, edges))
+        ordered = [systems[i] for i in order]
+        sizes = [len(system.numbers) for system in ordered]
 
-        def joined(name: str, offsets: Sequence[int] | None = None, ends: int | None = None) -> Tensor:
-            tensors = [getattr(p, name) for p in parts]
-            if ends is not None:  # starts of segments: the last one of a part is the first of the next
-                tensors = [t[:-1] for t in tensors]
-            if offsets is not None:
-                tensors = [t + offset for t, offset in zip(tensors, offsets, strict=True)]
-            if ends is not None:
-                tensors.append(torch.tensor([ends], device=device))
-            return torch.cat(tensors)
+        def uploaded(values: object) -> Tensor:
+            return torch.tensor(np.asarray(values)).to(device)
 
-        inputs = EdgeInputs(
-            joined("numbers", [g * numbers for g in group_of]),
-            joined("target_start", first_edges[:-1], first_edges[-1]),
-            joined("source_start", first_edges[:-1], first_edges[-1]),
-            joined("vectors"),
-            joined("source", first_atoms[:-1]),
-            joined("target", first_atoms[:-1]),
-            joined("by_source", first_edges[:-1]),
-        )
-
-        def uploaded(values: Sequence[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64).to(device)
-
-        counts = np.bincount(group_of, weights=edges, minlength=len(different)).astype(int).tolist()
-        lengths = uploaded(sizes)
+        lengths, num_atoms = uploaded(sizes), sum(sizes)
         members = Members(
-            charge=uploaded([systems[i].charge for i in order])[:, None],
-            spin=uploaded([systems[i].spin for i in order])[:, None],
+            charge=uploaded([system.charge for system in ordered])[:, None],
+            spin=uploaded([system.spin for system in ordered])[:, None],
             lengths=lengths,
-            mixture=uploaded(group_of).repeat_interleave(lengths, output_size=first_atoms[-1]),
-            edge_groups=RowGroups([0, *itertools.accumulate(counts)], device),
-            atom_rows=RowGroups([0, first_atoms[-1]], device),
+            mixture=uploaded(group_of).repeat_interleave(lengths, output_size=num_atoms),
+            atom_rows=RowGroups([0, num_atoms], device),
         )
-        return cls(order, sizes, tuple(different), inputs, members)
+        raised = [system.numbers + g * numbers for system, g in zip(ordered, group_of, strict=True)]
+        return cls(
+            order=order,
+            mixtures=tuple(different),
+            starts=[group_of.index(g) for g in range(len(different))] + [len(order)],
+            systems=Systems.of(sizes, device),
+            numbers=uploaded(np.concatenate(raised)),
+            pbc=uploaded(np.stack([system.pbc for system in ordered])),
+            members=members,
+        )
+
+    def bins(self, cells: Tensor, cutoff: float) -> Bins:
+        """What `find` needs of the systems' cells, float64 [S, 3, 3] (A), and the cutoff (A)."""
+        return bins_of(cells, self.pbc, self.systems, cutoff)
+
+    def find(self, positions: Tensor, bins: Bins, max_neighbours: int | None) -> tuple[EdgeInputs, Members]:
+        """Find the edges of all systems at their positions, float64 [N, 3] (A).
+
+        Waits once for the device, and twice more where the neighbour cap is active. Raises ValueError, naming both
+        atoms, where two atoms or an atom and an image coincide.
+        """
+        found = neighbour_lists(positions, bins, self.systems, max_neighbours)
+        edges = found.edges
+        if edges.shortest < COINCIDENT:
+            raise self._coincidence(found)
+        inputs = EdgeInputs(
+            self.numbers,
+            edges.row_start,
+            edges.source_row_start,
+            edges.vectors,
+            edges.source,
+            edges.target,
+            edges.by_source,
+        )
+        groups = RowGroups([found.starts[system] for system in self.starts], positions.device)
+        return inputs, dataclasses.replace(self.members, edge_groups=groups)
+
+    def _coincidence(self, found: NeighbourLists) -> ValueError:
+        closest = int(found.edges.vectors.norm(dim=1).argmin())
+        system = bisect_right(found.starts, closest) - 1
+        ends = found.edges.source[closest], found.edges.target[closest]
+        first, second = sorted(int(atom) - self.systems.starts[system] for atom in ends)
+        of = f" of system {self.order[system]}" if len(self.order) > 1 else ""
+        return ValueError(
+            f"positions: atoms {first} and {second}{of} coincide, expected them more than {COINCIDENT:g} A apart"
+        )
 
     def split(self, flat: np.ndarray, derivatives: bool) -> list[np.ndarray]:
         """Results of each system in the order in which they were given, from those of the pass.
 
         Both are energies, then with `derivatives` forces and virials, one after another.
         """
-        num_atoms = sum(self.sizes)
-        forces, virials = flat[num_atoms : 4 * num_atoms], flat[4 * num_atoms :]
+        starts = self.systems.starts
+        forces, virials = flat[starts[-1] : 4 * starts[-1]], flat[4 * starts[-1] :]
         out: list[np.ndarray] = [flat] * len(self.order)
-        first = 0
-        for place, (i, size) in enumerate(zip(self.order, self.sizes, strict=True)):
-            last = first + size
+        for place, i in enumerate(self.order):
+            first, last = starts[place : place + 2]
             parts = [flat[first:last]]
             if derivatives:
                 parts += [forces[3 * first : 3 * last], virials[9 * place : 9 * place + 9]]
             out[i] = np.concatenate(parts)
-            first = last
         return out

@@ -93,6 +93,17 @@ def test_results_do_not_depend_on_the_pack(checkpoint, systems, device, precisio
                 np.testing.assert_array_equal(part[name], whole[i][name])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_atoms_that_coincide_are_named(checkpoint, device):
+    engine = FusedBackend(checkpoint, Settings(device=device))
+    good, bad = molecule("H2O"), molecule("NH3")
+    bad.positions[3] = bad.positions[1]
+    with pytest.raises(ValueError, match="positions: atoms 1 and 3 of system 2 coincide, expected them more than"):
+        engine.evaluate_many([system(atoms, "omol", 0, 1) for atoms in (good, good, bad, good)], ALL)
+    with pytest.raises(ValueError, match="positions: atoms 1 and 3 coincide, expected them more than"):
+        engine.evaluate_many([system(bad, "omol", 0, 1)], ALL)
+
+
 @pytest.mark.gpu
 def test_many_atoms_do_not_change_a_member(checkpoint):
     """Beyond the sizes at which single systems take other tiles."""
