@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from ase.data import chemical_symbols
@@ -34,6 +37,8 @@ class System:
     | pbc | bool [3] | which axes are periodic |
     | task | str | task of the checkpoint |
     | charge, spin | int | total charge (e) and multiplicity |
+    | volume | float | of `cell`, A^3 |
+    | heights | float64 [3] | distances between opposite faces of `cell`, A |
     """
 
     numbers: np.ndarray
@@ -43,6 +48,8 @@ class System:
     task: str
     charge: int
     spin: int
+    volume: float
+    heights: np.ndarray
 
     @classmethod
     def from_atoms(cls, atoms: Atoms, task: str, charge: int, spin: int, cutoff: float) -> System:
@@ -56,49 +63,36 @@ class System:
         Raises ValueError for no atoms, elements that the models do not know, positions or cells that are not finite,
         periodic axes without a vector of their own, and charges or spins out of range.
         """
-        numbers = np.array(atoms.numbers, dtype=np.int64)
-        positions = np.array(atoms.positions, dtype=np.float64, order="C")
-        cell = np.array(atoms.cell, dtype=np.float64, order="C")
-        pbc = np.array(atoms.pbc, dtype=bool)
-        _check_atoms(numbers, positions)
-        _check_cell(cell, pbc)
-        _check_range("charge", charge, CHARGES)
-        _check_range("spin", spin, SPINS)
-        cell = _complete(cell, pbc, positions, cutoff)
-        return cls(numbers, _wrap(positions, cell, pbc), cell, pbc, task, charge, spin)
+        (system,) = systems_of([atoms], [(task, charge, spin)], cutoff)
+        if isinstance(system, ValueError):
+            raise system
+        return system
 
-    @property
+    @cached_property
     def composition(self) -> tuple[tuple[int, int], ...]:
         """Reduced composition as (atomic number, count) pairs: equal for a cell and its supercells."""
-        numbers, counts = np.unique(self.numbers, return_counts=True)
-        counts = counts // np.gcd.reduce(counts)
-        return tuple((int(z), int(n)) for z, n in zip(numbers, counts, strict=True))
-
-    @property
-    def volume(self) -> float:
-        """Volume of `cell` in A^3."""
-        return float(abs(np.linalg.det(self.cell)))
-
-    @property
-    def _heights(self) -> np.ndarray:
-        """Distances between opposite faces of `cell` [3] in A."""
-        return self.volume / np.linalg.norm(np.cross(self.cell[[1, 2, 0]], self.cell[[2, 0, 1]]), axis=1)
+        counts = np.bincount(self.numbers).tolist()
+        divisor = math.gcd(*counts)
+        return tuple((z, n // divisor) for z, n in enumerate(counts) if n)
 
     def estimated_edges(self, cutoff: float) -> float:
         """About how many pairs of neighbours (both directions) lie within the cutoff (A), from the density alone."""
-        n, open_heights = len(self.numbers), self._heights[~self.pbc]
+        n = len(self.numbers)
         # Along an open axis the cell has 2 cutoffs + 1 A of vacuum, and atoms take up some A of their own. A cube with
         # the volume of the sphere within the cutoff stands for it, and ends where the atoms end.
-        side = cutoff * (4 / 3 * np.pi) ** (1 / 3)
-        thickness = open_heights - 2 * cutoff + 2.0
-        occupied = self.volume * np.prod(thickness / open_heights)
-        reached = side ** self.pbc.sum() * np.prod(np.minimum(side, thickness))
-        neighbours = n * float(reached / occupied)
-        return n * (neighbours if self.pbc.any() else min(neighbours, n - 1))
+        side = cutoff * (4 / 3 * math.pi) ** (1 / 3)
+        occupied, reached, everything = self.volume, 1.0, True
+        for height, periodic in zip(self.heights.tolist(), self.pbc.tolist(), strict=True):
+            thickness = height - 2 * cutoff + 2.0
+            occupied *= 1.0 if periodic else thickness / height
+            reached *= side if periodic else min(side, thickness)
+            everything &= not periodic
+        neighbours = n * reached / occupied
+        return n * (min(neighbours, n - 1) if everything else neighbours)
 
     def check_distinct(self) -> None:
         """Raise ValueError, naming both atoms, where two atoms coincide (periodic images included)."""
-        height = self._heights
+        height = self.heights
         scaled = np.linalg.solve(self.cell.T, self.positions.T).T
         # Periodic axes become circles, so that atoms on both sides of a face are neighbours; lengths stay near true.
         angle = 2 * np.pi * scaled[:, self.pbc]
@@ -112,9 +106,138 @@ class System:
             )
 
 
+def systems_of(
+    structures: Sequence[Atoms], states: Sequence[tuple[str, int, int]], cutoff: float
+) -> list[System | ValueError]:
+    """The systems of many structures, each with its task, charge and spin, or the error that says why there is none.
+
+    See `System.from_atoms`. A system does not depend on the others, bit for bit.
+    """
+    faults = {i: fault for i, atoms in enumerate(structures) if (fault := _fault(atoms, *states[i][1:])) is not None}
+    chosen = [i for i in range(len(structures)) if i not in faults]
+    arrays = _Arrays.of([structures[i] for i in chosen]) if chosen else None
+    if arrays is not None and (found := arrays.faults()):
+        faults |= {chosen[k]: fault for k, fault in found.items()}
+        chosen = [i for i in chosen if i not in faults]
+        arrays = _Arrays.of([structures[i] for i in chosen]) if chosen else None
+    systems = iter(arrays.prepared(cutoff, [states[i] for i in chosen]) if arrays is not None else [])
+    return [faults[i] if i in faults else next(systems) for i in range(len(structures))]
+
+
+def _fault(atoms: Atoms, charge: int, spin: int) -> ValueError | None:
+    """What shows without a look at arrays."""
+    if len(atoms) == 0:
+        return ValueError("atoms: expected at least one atom, got none")
+    for name, value, (low, high) in (("charge", charge, CHARGES), ("spin", spin, SPINS)):
+        if not low <= value <= high:
+            return ValueError(f"{name}: expected {low} to {high}, got {value}")
+    return None
+
+
+class _Arrays(NamedTuple):
+    """S structures, none of them empty, with N atoms in all, one after another: as they came."""
+
+    numbers: np.ndarray  # [N]
+    positions: np.ndarray  # [N, 3]
+    cells: np.ndarray  # [S, 3, 3]
+    pbc: np.ndarray  # [S, 3]
+    starts: np.ndarray  # [S]
+    sizes: np.ndarray  # [S]
+
+    @classmethod
+    def of(cls, structures: Sequence[Atoms]) -> _Arrays:
+        sizes = np.array([len(atoms) for atoms in structures])
+        return cls(
+            np.concatenate([atoms.numbers for atoms in structures]).astype(np.int64, copy=False),
+            np.concatenate([atoms.positions for atoms in structures]).astype(np.float64, copy=False),
+            np.array([atoms.cell.array for atoms in structures], dtype=np.float64),
+            np.array([atoms.pbc for atoms in structures], dtype=bool),
+            np.cumsum(sizes) - sizes,
+            sizes,
+        )
+
+    def _atoms(self, i: int) -> slice:
+        return slice(self.starts[i], self.starts[i] + self.sizes[i])
+
+    def _spread(self, values: np.ndarray) -> np.ndarray:
+        """Values of systems [S, ...] for each atom [N, ...], or [1, ...]."""
+        return values if len(self.sizes) == 1 else np.repeat(values, self.sizes, axis=0)
+
+    def faults(self) -> dict[int, ValueError]:
+        """What is wrong with which structure. Those that may be at fault are looked at one by one."""
+        axes = self.pbc.sum(axis=1)
+        doubtful = (axes == 1) | (axes == 2)
+        if (axes == 3).any():
+            vectors = self.cells[axes == 3]
+            length = np.linalg.norm(vectors, axis=2)
+            area = np.linalg.norm(_cross(vectors[:, 0], vectors[:, 1]), axis=1)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                own = np.column_stack([length, area / length[:, 0], np.abs(np.linalg.det(vectors)) / area])
+                doubtful[axes == 3] = ~(own > 2 * _FLAT).all(axis=1)  # NaN too
+        known = (self.numbers >= 1) & (self.numbers <= MAX_ATOMIC_NUMBER)
+        sound = known & np.isfinite(self.positions).all(axis=1)
+        if not sound.all():
+            doubtful |= ~np.logical_and.reduceat(sound, self.starts)
+        found = {}
+        for i in np.flatnonzero(doubtful).tolist():
+            try:
+                _check_atoms(self.numbers[self._atoms(i)], self.positions[self._atoms(i)])
+                _check_cell(self.cells[i], self.pbc[i])
+            except ValueError as error:
+                found[i] = error.with_traceback(None)
+        return found
+
+    def prepared(self, cutoff: float, states: Sequence[tuple[str, int, int]]) -> list[System]:
+        """The systems, of structures without faults."""
+        cells = self._completed(cutoff)
+        volumes = np.linalg.det(cells)
+        cells[volumes < 0, 2] *= -1  # where nothing was completed: a completed cell is right-handed
+        volumes = np.abs(volumes)
+        faces = _cross(cells[:, [1, 2, 0]], cells[:, [2, 0, 1]])
+        heights = volumes[:, None] / np.linalg.norm(faces, axis=2)
+        positions = self._wrapped(cells)
+        return [
+            System(self.numbers[atoms], positions[atoms], cells[i], self.pbc[i], *state, float(volumes[i]), heights[i])
+            for i, state in enumerate(states)
+            for atoms in [self._atoms(i)]
+        ]
+
+    def _completed(self, cutoff: float) -> np.ndarray:
+        """Cells whose open axes have vectors at right angles to all others, longer than the structure."""
+        cells, count = self.cells.copy(), self.pbc.sum(axis=1)
+        if (count == 0).any():
+            extents = np.maximum.reduceat(self.positions, self.starts) - np.minimum.reduceat(
+                self.positions, self.starts
+            )
+            cells[count == 0] = (extents[count == 0] + 2 * cutoff + 1.0)[:, None] * np.eye(3)
+        for i in np.flatnonzero((count == 1) | (count == 2)).tolist():
+            cells[i] = _complete(self.cells[i], self.pbc[i], self.positions[self._atoms(i)], cutoff)
+        return cells
+
+    def _wrapped(self, cells: np.ndarray) -> np.ndarray:
+        """Atoms moved into the cell along periodic axes, centred along open ones: in float64, before any cast."""
+        scaled = _combine(self.positions, self._spread(np.linalg.inv(cells)))
+        inside = scaled - np.floor(scaled)
+        inside[inside == 1.0] = 0.0  # a tiny negative number
+        centre = (np.minimum.reduceat(scaled, self.starts) + np.maximum.reduceat(scaled, self.starts)) / 2
+        centred = scaled + self._spread(0.5 - centre)
+        return _combine(np.where(self._spread(self.pbc), inside, centred), self._spread(cells))
+
+
+def _cross(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """[..., 3] x [..., 3]; np.cross takes ten times as long for a few vectors."""
+    found = np.empty_like(a)
+    for i, j, k in ((0, 1, 2), (1, 2, 0), (2, 0, 1)):
+        found[..., i] = a[..., j] * b[..., k] - a[..., k] * b[..., j]
+    return found
+
+
+def _combine(coefficients: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """coefficients [N, 3] @ rows [N, 3, 3] (or [1, 3, 3]), each by its own, whatever N."""
+    return sum(coefficients[:, i : i + 1] * rows[:, i] for i in range(3))
+
+
 def _check_atoms(numbers: np.ndarray, positions: np.ndarray) -> None:
-    if len(numbers) == 0:
-        raise ValueError("atoms: expected at least one atom, got none")
     unknown = np.unique(numbers[(numbers < 1) | (numbers > MAX_ATOMIC_NUMBER)])
     if len(unknown):
         symbols = [chemical_symbols[z] if 0 <= z < len(chemical_symbols) else f"Z={z}" for z in unknown]
@@ -145,11 +268,6 @@ def _check_cell(cell: np.ndarray, pbc: np.ndarray) -> None:
         basis.append(rest / np.linalg.norm(rest))
 
 
-def _check_range(name: str, value: int, allowed: tuple[int, int]) -> None:
-    if not allowed[0] <= value <= allowed[1]:
-        raise ValueError(f"{name}: expected {allowed[0]} to {allowed[1]}, got {value}")
-
-
 def _complete(cell: np.ndarray, pbc: np.ndarray, positions: np.ndarray, cutoff: float) -> np.ndarray:
     """Replace the vectors of open axes by ones orthogonal to the periodic vectors and to each other, right-handed."""
     cell = cell.copy()
@@ -163,15 +281,3 @@ def _complete(cell: np.ndarray, pbc: np.ndarray, positions: np.ndarray, cutoff: 
     if np.linalg.det(cell) < 0:
         cell[open_axes[-1] if len(open_axes) else 2] *= -1
     return cell
-
-
-def _wrap(positions: np.ndarray, cell: np.ndarray, pbc: np.ndarray) -> np.ndarray:
-    """Move atoms into the cell along periodic axes and centre them along open ones: in float64, before any cast."""
-    scaled = positions @ np.linalg.inv(cell)
-    for axis, column in enumerate(scaled.T):
-        if pbc[axis]:
-            column -= np.floor(column)
-            column[column == 1.0] = 0.0  # a tiny negative number
-        else:
-            column += 0.5 - (column.min() + column.max()) / 2
-    return scaled @ cell

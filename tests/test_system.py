@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import astuple
+
 import numpy as np
 import pytest
 import systems
 from ase import Atoms
 from ase.build import bulk
 
-from ase_fastuma.system import System
+from ase_fastuma.system import System, systems_of
 
 CUTOFF = 5.0
 
@@ -76,3 +79,26 @@ def test_atoms_that_meet_across_a_face(axis: int) -> None:
         prepare(atoms).check_distinct()
     atoms.pbc[axis] = False
     prepare(atoms).check_distinct()
+
+
+def test_many_at_once_are_each_as_if_alone() -> None:
+    """Bitwise; faults in their places, each with its own message."""
+    wire, film, flat = systems.triclinic(), systems.triclinic(), systems.triclinic()
+    wire.pbc, film.pbc = [False, True, False], [True, False, True]
+    flat.cell[1] = 2 * flat.cell[0]
+    swapped = systems.triclinic()
+    swapped.set_cell(swapped.cell[[1, 0, 2]])
+    lost = systems.water()
+    lost.positions[1, 1] = np.nan
+    structures = [systems.water(), Atoms(), film, swapped, lost, wire, Atoms("X"), systems.copper(), flat, Atoms("He")]
+    states = [("omat", i, 0) for i in range(len(structures) - 1)] + [("omat", 101, 0)]
+    found = systems_of(structures, states, CUTOFF)
+    assert [i for i, one in enumerate(found) if isinstance(one, ValueError)] == [1, 4, 6, 8, 9]
+    for atoms, state, got in zip(structures, states, found, strict=True):
+        if isinstance(got, ValueError):
+            with pytest.raises(ValueError, match=re.escape(str(got))):
+                System.from_atoms(atoms, *state, CUTOFF)
+        else:
+            alone = System.from_atoms(atoms, *state, CUTOFF)
+            assert all(np.array_equal(a, b) for a, b in zip(astuple(got), astuple(alone), strict=True))
+    assert systems_of([], [], CUTOFF) == []
