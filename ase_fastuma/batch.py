@@ -17,6 +17,8 @@ from ase_fastuma.evaluation import Request, Results, evaluate_packed
 
 PROPERTIES = ("energy", "free_energy", "energies", "forces", "stress")
 
+# Structures that are drawn and prepared at a time, which takes a tenth of what it takes one by one.
+_BLOCK = 128
 # A progress bar appears where a list takes longer than this (seconds).
 _PATIENCE = 2.0
 
@@ -60,8 +62,8 @@ def evaluate(
     """Evaluate structures that may differ in everything: size, elements, cell, periodicity, charge, spin and task.
 
     They are packed into passes that fit the memory of the device; the order stays. `structures` may be any iterable, is
-    drawn from as needed, and nothing in it changes. Task, charge and spin of each come from where a calculator takes
-    them.
+    drawn from as needed (128 at a time), and nothing in it changes. Task, charge and spin of each come from where a
+    calculator takes them.
 
     | argument | meaning |
     |---|---|
@@ -120,21 +122,39 @@ def requests(
     calc: FastUMACalculator, structures: Iterable[Atoms], tasks: Iterable[str | None] | None, wanted: frozenset[str]
 ) -> Iterator[Request | Exception]:
     """A request for each structure, or the exception that says why there is none."""
+    paired: Iterator[tuple[Atoms, str | None]]
     paired = zip(structures, itertools.repeat(None)) if tasks is None else zip(structures, tasks, strict=True)
-    for atoms, task in paired:
-        try:
-            yield _request(calc, atoms, task, wanted)
-        except (ValueError, TypeError, PropertyNotImplementedError) as error:
-            yield error.with_traceback(None)
+    while block := list(itertools.islice(paired, _BLOCK)):
+        yield from _of_block(calc, block, wanted)
 
 
-def _request(calc: FastUMACalculator, atoms: Atoms, task: str | None, wanted: frozenset[str]) -> Request:
-    if not isinstance(atoms, Atoms):
-        raise TypeError(f"structures: expected ase.Atoms, got {atoms!r}")
-    request = calc._request(atoms, *calc._state(atoms, task))
+def _of_block(
+    calc: FastUMACalculator, block: list[tuple[Atoms, str | None]], wanted: frozenset[str]
+) -> Iterator[Request | Exception]:
+    """What `requests` yields, for structures that are prepared together."""
+    states = [_state(calc, atoms, task) for atoms, task in block]
+    sound = [i for i, state in enumerate(states) if not isinstance(state, Exception)]
+    found = iter(calc._requests([block[i][0] for i in sound], [states[i] for i in sound]))
+    for state in states:
+        outcome = state if isinstance(state, Exception) else next(found)
+        yield outcome if isinstance(outcome, Exception) else _limited(calc, outcome, wanted)
+
+
+def _state(calc: FastUMACalculator, atoms: Atoms, task: str | None) -> Any:
+    """Task, charge and spin, or an exception."""
+    try:
+        if not isinstance(atoms, Atoms):
+            raise TypeError(f"structures: expected ase.Atoms, got {atoms!r}")
+        return calc._state(atoms, task)
+    except (ValueError, TypeError) as error:
+        return error.with_traceback(None)
+
+
+def _limited(calc: FastUMACalculator, request: Request, wanted: frozenset[str]) -> Request | Exception:
+    """The request for what is wanted and no more."""
     lacking = wanted - request.properties
     if not request.volume:
         lacking -= {"stress"}
     if lacking:
-        raise PropertyNotImplementedError(why_not(min(lacking), request.system.task, calc.checkpoint))
+        return PropertyNotImplementedError(why_not(min(lacking), request.system.task, calc.checkpoint))
     return dataclasses.replace(request, properties=wanted & request.properties)

@@ -26,7 +26,7 @@ from ase_fastuma.hessian import analytic_hessian, chosen_atoms
 from ase_fastuma.report import report
 from ase_fastuma.selection import Selection, select, unsupported_by_fused
 from ase_fastuma.settings import BackendChoice, Precision, Settings, integral
-from ase_fastuma.system import System
+from ase_fastuma.system import System, systems_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,10 @@ class _Running(NamedTuple):
     device: torch.device
     selection: Selection
     backend: Backend
+
+
+# What a conservative model offers of a periodic structure.
+_CONSERVATIVE = frozenset({"energy", "energies", "forces", "stress"})
 
 
 class FastUMACalculator(Calculator):
@@ -375,15 +379,32 @@ class FastUMACalculator(Calculator):
 
     def _request(self, atoms: Atoms, task: str, charge: int, spin: int) -> Request:
         """A structure with all properties that it has; see `System.from_atoms` for what is refused."""
-        if len(atoms) == 1 and not atoms.pbc.any():
+        (request,) = self._requests([atoms], [(task, charge, spin)])
+        if isinstance(request, ValueError):
+            raise request
+        return request
+
+    def _requests(
+        self, structures: Sequence[Atoms], states: Sequence[tuple[str, int, int]]
+    ) -> list[Request | ValueError]:
+        """Requests for structures in states of their own, or the errors that say why there is none."""
+        architecture = self._start().checkpoint.architecture
+        systems = systems_of(structures, states, architecture.cutoff)
+        return [
+            system if isinstance(system, ValueError) else self._as_request(atoms, system)
+            for atoms, system in zip(structures, systems, strict=True)
+        ]
+
+    def _as_request(self, atoms: Atoms, system: System) -> Request:
+        axes = sum(system.pbc.tolist())
+        if axes == 0 and len(system.numbers) == 1:
             self._say("the energy of an isolated atom is an extrapolation of the model, no reference energy", warn=True)
+        # Stress means something for a periodic structure with a volume: that of the user's cell.
+        volume = system.volume if axes == 3 else float(atoms.cell.volume) if axes else 0.0
+        properties = _CONSERVATIVE if volume else _CONSERVATIVE - {"stress"}
         checkpoint = self._start().checkpoint
-        system = System.from_atoms(atoms, task, charge, spin, checkpoint.architecture.cutoff)
-        # Stress means something for a periodic structure with a volume.
-        volume = float(atoms.cell.volume) if atoms.pbc.any() else 0.0
-        properties = frozenset({"energy", "energies", "forces"} | ({"stress"} if volume else set()))
         if checkpoint.architecture.direct_forces:
-            properties &= {"energy", "energies", *checkpoint.tasks[task].properties}
+            properties &= {"energy", "energies", *checkpoint.tasks[system.task].properties}
         return Request(system, properties, volume)
 
     # ------------------------------------------------------------------------------------------------ copies

@@ -22,7 +22,7 @@ from ase.calculators.calculator import PropertyNotImplementedError
 from ase.calculators.singlepoint import SinglePointCalculator
 from tolerances import SAME_STRUCTURE
 
-from ase_fastuma import EvaluationError, FastUMACalculator, evaluate, load_checkpoint
+from ase_fastuma import EvaluationError, FastUMACalculator, batch, evaluate, load_checkpoint
 from ase_fastuma.engine import FusedBackend
 from ase_fastuma.evaluation import Request, evaluate_packed
 from ase_fastuma.general import GeneralBackend
@@ -127,6 +127,7 @@ def test_a_generator_is_drawn_from_as_needed(standin: Path, monkeypatch: pytest.
             yield systems.copper()
 
     monkeypatch.setattr(GeneralBackend, "evaluate_many", watched)
+    monkeypatch.setattr(batch, "_BLOCK", 2)
     size = calc._start().backend.footprint(calc._request(systems.copper(), "omat", 0, 0).system)
     monkeypatch.setattr(GeneralBackend, "capacity", lambda _: 3.5 * size)
     evaluate(structures(), calc)
