@@ -157,13 +157,18 @@ class FusedBackend:
     def footprint(self, system: System) -> float:
         """See `backend.Backend.footprint`: bytes of its edges, and of merged weights of its own."""
         arch, itemsize = self._architecture, 2 if self._kind == "half" else self._dtype.itemsize
-        c, h, layers = arch.sphere_channels, arch.hidden_channels, arch.num_layers
+        # SO(2) weights, as they are and stored for both directions.
+        merged = arch.num_layers * 99 * arch.sphere_channels * arch.hidden_channels * (2 * itemsize + 4)
+        return self._edge_bytes * system.estimated_edges(arch.cutoff) + (merged if arch.num_experts else 0)
+
+    @property
+    def _edge_bytes(self) -> int:
+        """What an edge takes in a pass."""
+        arch, itemsize = self._architecture, 2 if self._kind == "half" else self._dtype.itemsize
+        c, h = arch.sphere_channels, arch.hidden_channels
         # Kept of each layer: both linears' outputs. At once in the backward pass: gradients of both ends' features and
         # of the first linear, radial weights and their slopes.
-        an_edge = itemsize * (layers * (11 * h + 9 * c) + 18 * c + 11 * h + 24 * c)
-        # SO(2) weights, as they are and stored for both directions.
-        merged = layers * 99 * c * h * (2 * itemsize + 4) if arch.num_experts else 0
-        return an_edge * system.estimated_edges(arch.cutoff) + merged
+        return itemsize * (arch.num_layers * (11 * h + 9 * c) + 18 * c + 11 * h + 24 * c)
 
     def capacity(self) -> float:
         """See `backend.Backend.capacity`: half of the bytes that are free, and no more than a pass needs to be fast."""
@@ -210,9 +215,16 @@ class FusedBackend:
         return Pack.of(systems, mixtures, self._architecture.max_num_elements, self._device)
 
     def run_pack(self, pack: Pack, positions: Tensor, bins: Bins, derivatives: bool) -> Tensor:
-        """All work of a pass over many systems, on the device: what `_step` gives. Arguments as for `Pack.find`."""
-        inputs, members = pack.find(positions, bins, self._architecture.max_neighbors)
-        return self._step(self._networks.of_pack(pack.mixtures), members, derivatives, inputs)
+        """All work of a pass over many systems, on the device: what `_step` gives. Arguments as for `Pack.find`.
+
+        A single system that does not fit into a pass is worked on in parts.
+        """
+        with self._on_device(), ieee_products(), torch.inference_mode(False), torch.enable_grad():
+            inputs, members = pack.find(positions, bins, self._architecture.max_neighbors)
+            if len(pack.order) == 1 and self._edge_bytes * inputs.num_edges > self.capacity():
+                system = pack.mixtures[0].system
+                return self._step(self._networks.of(system), Members(system.charge, system.spin), derivatives, inputs)
+            return self._step(self._networks.of_pack(pack.mixtures), members, derivatives, inputs)
 
     def _inputs(self, system: System) -> EdgeInputs:
         arch = self._architecture

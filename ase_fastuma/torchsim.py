@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -27,11 +27,18 @@ from torch_sim.models.interface import ModelInterface
 
 from ase_fastuma.batch import requests
 from ase_fastuma.calculator import FastUMACalculator
+from ase_fastuma.resident import Resident
 
 if TYPE_CHECKING:
     from torch_sim.state import SimState
 
+    from ase_fastuma.engine import FusedBackend
     from ase_fastuma.evaluation import Request
+    from ase_fastuma.kernels.many_neighbours import Bins
+
+
+_NUMBERS = ("charge", "spin")
+"""What a state may have for each system beside its atoms."""
 
 
 class FastUMAModel(ModelInterface):
@@ -73,6 +80,11 @@ class FastUMAModel(ModelInterface):
         self._device = calculator._start().device
         self._dtype = dtype
         self._compute_forces, self._compute_stress = compute_forces, compute_stress
+        # On the device: the systems of the last state, and what a search needs of their cells.
+        self._resident: Resident
+        self._resident_key: list[tuple] = []
+        self._bins: Bins
+        self._kinds, self._cell = _Seen(), _Seen()
 
     @property
     def calculator(self) -> FastUMACalculator:
@@ -106,8 +118,39 @@ class FastUMAModel(ModelInterface):
             raise ValueError(f"state: expected its tensors on {self._device}, got {state.positions.device}")
         chosen = {"energy": True, "forces": self._compute_forces, "stress": self._compute_stress}
         wanted = frozenset(name for name, computed in chosen.items() if computed)
-        results = self._evaluate_on_host(state, wanted)
+        results = self._evaluate_on_device(state, wanted) if self._calculator.backend.name == "fused" else None
+        if results is None:
+            results = self._evaluate_on_host(state, wanted)
         return {name: results[name].to(self._device, self._dtype) for name in wanted}
+
+    def _evaluate_on_device(self, state: SimState, wanted: frozenset[str]) -> dict[str, Tensor] | None:
+        """Without a way through the host; None for a state that is better looked at there, since it has a fault."""
+        try:
+            resident = self._resident_of(state, wanted)
+            if not self._cell.same(state.cell):
+                self._bins = resident.bins(state.row_vector_cell)
+                self._cell.keep(state.cell)
+            results = resident.evaluate(state.positions, self._bins, bool(wanted & {"forces", "stress"}))
+        except ValueError:
+            return None
+        if results is not None and "stress" in wanted:
+            volumes = _volumes(state.cell.detach().double())[:, None, None]
+            there = (volumes > 0) & torch.as_tensor(state.pbc, device=volumes.device).any()
+            results["stress"] = torch.where(there, results["virial"] / volumes, 0.0)
+        return results
+
+    def _resident_of(self, state: SimState, wanted: frozenset[str]) -> Resident:
+        """The systems of a state on the device; those of the last one where only positions and cells differ."""
+        kinds = (state.atomic_numbers, state.system_idx, state.pbc, *(getattr(state, name, None) for name in _NUMBERS))
+        if not self._kinds.same(*kinds):
+            systems = [request.system for request in self._requests(state, wanted)]
+            key = [(s.numbers.tobytes(), s.pbc.tobytes(), s.task, s.charge, s.spin) for s in systems]
+            if key != self._resident_key:
+                running = self._calculator._start()
+                self._resident = Resident(cast("FusedBackend", running.backend), running.checkpoint, systems)
+                self._resident_key, self._cell = key, _Seen()
+            self._kinds.keep(*kinds)
+        return self._resident
 
     def _evaluate_on_host(self, state: SimState, wanted: frozenset[str]) -> dict[str, Tensor]:
         """Through the interface of all backends, whose arrays live on the host."""
@@ -138,6 +181,38 @@ class FastUMAModel(ModelInterface):
         return found
 
 
+class _Seen:
+    """Values as they were; tells whether they are still the same, without waiting for the device."""
+
+    def __init__(self) -> None:
+        self._values: tuple[Any, ...] = ()
+
+    def keep(self, *values: Any) -> None:
+        """Remember values as they are now."""
+        self._values = tuple(map(_version, values))
+
+    def same(self, *values: Any) -> bool:
+        """Whether these are the tensors, numbers or None that are kept, and no tensor has been written to since."""
+        return len(values) == len(self._values) and all(
+            now[0] is kept[0] and now[1] == kept[1]
+            for now, kept in zip(map(_version, values), self._values, strict=True)
+        )
+
+
+def _version(value: Any) -> tuple[Any, Any]:
+    """A tensor, and a number that grows when it is written to."""
+    if not isinstance(value, Tensor):
+        return None, value
+    # In inference mode tensors do not count: each time they are as good as new.
+    return value, object() if value.is_inference() else value._version
+
+
+def _volumes(cells: Tensor) -> Tensor:
+    """Volumes [S] of cells [S, 3, 3], each from its own numbers alone."""
+    x, y, z = (torch.linalg.cross(cells[:, 0], cells[:, 1]) * cells[:, 2]).unbind(1)
+    return (x + y + z).abs()
+
+
 @contextmanager
 def _numbered(system: int) -> Iterator[None]:
     """Errors about one system say which."""
@@ -155,7 +230,7 @@ def _structures(state: SimState) -> list[Atoms]:
     )
     cells = state.row_vector_cell.detach().cpu().numpy()
     pbc = torch.as_tensor(state.pbc).cpu().numpy()  # one boolean in TorchSim 0.3, three in 0.6
-    info = {name: _per_system(state, name, len(cells)) for name in ("charge", "spin")}
+    info = {name: _per_system(state, name, len(cells)) for name in _NUMBERS}
     starts = np.searchsorted(systems, np.arange(len(cells) + 1))
     if (np.diff(systems) < 0).any() or (np.diff(starts) == 0).any():
         raise ValueError("system_idx: expected all systems of the state in order, each with an atom")

@@ -15,9 +15,12 @@ import systems
 import torch
 from ase import Atoms
 from ase.build import bulk, molecule
+from devices import DEVICES
 from tolerances import SAME_STRUCTURE
 
 from ase_fastuma import FastUMACalculator
+from ase_fastuma.engine import FusedBackend
+from ase_fastuma.selection import Selection
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # TorchSim 0.3 uses torch.jit
@@ -55,11 +58,11 @@ def molecules() -> list[Atoms]:
     return [systems.water(), molecule("NH3"), Atoms("He"), systems.water(), far]
 
 
-def assert_equals_calculator(model: FastUMAModel, structures: Sequence[Atoms], calc: FastUMACalculator) -> None:
+def assert_equal(
+    results: dict[str, torch.Tensor], structures: Sequence[Atoms], calc: FastUMACalculator, precision: str
+) -> None:
     """Each system of a state as if it were alone."""
-    results = model(state_of(structures, model))
-    tolerance = SAME_STRUCTURE["float64" if calc.settings.precision == "float64" else "mixed"]
-    first = 0
+    tolerance, first = SAME_STRUCTURE[precision], 0
     for i, atoms in enumerate(structures):
         atoms = atoms.copy()
         atoms.calc = calc
@@ -77,14 +80,17 @@ def assert_equals_calculator(model: FastUMAModel, structures: Sequence[Atoms], c
 @pytest.mark.parametrize("precision", ["float64", "accurate"])
 @pytest.mark.parametrize("structures", [crystals(), molecules()], ids=["crystals", "molecules"])
 def test_equal_to_the_calculator(make: Callable, model: Callable, structures: list[Atoms], precision: str) -> None:
-    assert_equals_calculator(model(precision=precision), structures, make(precision=precision))
+    tested, calc = model(precision=precision), make(precision=precision)
+    tolerance = "mixed" if precision == "accurate" else precision
+    assert_equal(tested(state_of(structures, tested)), structures, calc, tolerance)
 
 
 @pytest.mark.skipif(not NEW, reason="in TorchSim 0.3 all axes are periodic, or none")
 def test_mixed_periodicity(make: Callable, model: Callable) -> None:
     tilted = systems.slab()
     tilted.cell[2] = [1.0, 2.0, 30.0]
-    assert_equals_calculator(model(precision="float64"), [systems.slab(), tilted], make(precision="float64"))
+    tested, slabs = model(precision="float64"), [systems.slab(), tilted]
+    assert_equal(tested(state_of(slabs, tested)), slabs, make(precision="float64"), "float64")
 
 
 def test_torchsims_own_checks(model: Callable) -> None:
@@ -159,3 +165,108 @@ def test_constant_energy(model: Callable) -> None:
     exchanged, drifted = (abs(late - early) for early, late in zip(*energies, strict=True))
     assert (exchanged > 1e-2).all()
     assert (drifted < 0.02 * exchanged).all()
+
+
+# ------------------------------------------------------------------------------------------------------- on the device
+
+
+@pytest.fixture(scope="module")
+def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small, since kernels are interpreted."""
+    return standin_module.write(tmp_path_factory.mktemp("torchsim") / "one_layer.pt", layers=1)
+
+
+def fused_model(path: Path, device: str) -> FastUMAModel:
+    """A model on the fused backend, whose kernels are interpreted on the CPU."""
+    calc = FastUMACalculator(path, device=device)
+    running = calc._start()
+    backend = FusedBackend(running.checkpoint, running.settings)
+    calc._running = running._replace(selection=Selection("fused", ("a test",)), backend=backend)
+    return FastUMAModel(calc, compute_stress=True)
+
+
+@pytest.fixture(params=DEVICES)
+def fused(request: pytest.FixtureRequest, one_layer: Path) -> FastUMAModel:
+    return fused_model(one_layer, request.param)
+
+
+@pytest.fixture
+def oracle(one_layer: Path) -> FastUMACalculator:
+    return FastUMACalculator(one_layer, device="cpu", precision="float64")
+
+
+@pytest.fixture
+def watched(fused: FastUMAModel, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the model did but for evaluating: "host" for the way through the host, "atoms" for looking at them anew."""
+    done: list[str] = []
+    for name, said in (("_evaluate_on_host", "host"), ("_requests", "atoms")):
+        original = getattr(fused, name)
+        monkeypatch.setattr(fused, name, lambda *a, original=original, said=said: (done.append(said), original(*a))[1])
+    return done
+
+
+def test_molecules_on_the_device(fused: FastUMAModel, oracle: FastUMACalculator, watched: list[str]) -> None:
+    """Mixtures in turn, a lone atom in their midst."""
+    molecules = [molecule("OH"), systems.water(), Atoms("He"), molecule("OH")]
+    assert_equal(fused(state_of(molecules, fused)), molecules, oracle, "accurate")
+    assert watched == ["atoms"]
+
+
+def test_crystals_that_move_on_the_device(fused: FastUMAModel, oracle: FastUMACalculator, watched: list[str]) -> None:
+    """Positions and cells change, in new tensors and in place; nothing else is looked up again."""
+    chain = Atoms("LiF", positions=[[0, 0, 0], [1.7, 0, 0]], cell=[9, 9, 4.8], pbc=True)
+    crystals = [Atoms("Al", cell=[9, 8, 4.5], pbc=True), chain]
+    state = state_of(crystals, fused)
+    assert_equal(fused(state), crystals, oracle, "accurate")
+    state.positions = state.positions + torch.tensor([0.3, -7.0, 0.0], dtype=fused.dtype, device=fused.device)
+    state.positions[2] += 0.4
+    state.cell[1] *= 1.02
+    for atoms in crystals:
+        atoms.positions += [0.3, -7.0, 0.0]
+    crystals[1].positions[1] += 0.4
+    crystals[1].cell *= 1.02
+    assert_equal(fused(state), crystals, oracle, "accurate")
+    assert watched == ["atoms"]
+
+
+def test_other_atoms_are_noticed(fused: FastUMAModel, oracle: FastUMACalculator) -> None:
+    """Written in place, and replaced."""
+    state = state_of([Atoms("He")], fused)
+    first = float(fused(state)["energy"])
+    state.atomic_numbers[0] = 10
+    for neon in (state, state_of([Atoms("Ne")], fused)):
+        assert float(fused(neon)["energy"]) == pytest.approx(oracle.get_potential_energy(Atoms("Ne")), abs=1e-5)
+    assert abs(first - oracle.get_potential_energy(Atoms("Ne"))) > 0.1
+
+
+def test_faults_on_the_device(fused: FastUMAModel, watched: list[str]) -> None:
+    """Positions that cannot be meant are named, whenever they come."""
+    structures = [Atoms("He"), molecule("OH")]
+    state = state_of(structures, fused)
+    good = fused(state)["energy"]
+    state.positions[2] = state.positions[1]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="atoms 0 and 1 coincide") as caught:
+            fused(state)
+        assert caught.value.__notes__ == ["system 1 of the state"]
+    state.positions[2] = torch.nan
+    with pytest.raises(ValueError, match="got NaN or infinity for atoms 1"):
+        fused(state)
+    assert torch.equal(fused(state_of(structures, fused))["energy"], good)
+    assert watched.count("host") == 3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, whose numpy sees the overflow
+def test_range_ends_on_the_device(tmp_path: Path, device: str) -> None:
+    """Messages beyond float32: the next safer precisions answer, as for a calculator."""
+    content = standin_module.checkpoint(standin_module.model_config(layers=1))
+    for name, weight in content.ema_state_dict.items():
+        if ".so2_conv_2." in name:
+            weight *= 1e25
+    torch.save(content, tmp_path / "large.pt")
+    model = fused_model(tmp_path / "large.pt", device)
+    hydrogen = Atoms("H2", positions=[[0, 0, 0], [0, 0, 0.8]])
+    found = model(state_of([hydrogen], model))
+    calc = FastUMACalculator(tmp_path / "large.pt", device="cpu", precision="float64")
+    assert float(found["energy"]) == pytest.approx(calc.get_potential_energy(hydrogen), rel=1e-6)
