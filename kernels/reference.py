@@ -6,6 +6,8 @@ Shapes: N atoms, E edges (sorted by target), C channels; layouts are those of :m
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -345,3 +347,29 @@ def symmetric_contraction(x: Tensor, species: Tensor, weights: Tensor, contracti
     if layout == "mul_ir":
         return torch.cat([v.transpose(1, 2).flatten(1) for v in values.values()], dim=1)
     return torch.cat(list(values.values()), dim=1)
+
+
+def second_order(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], tangents: Sequence[Tensor], grad: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """What an operation gives to the tangents and to the Hessian of an energy, along K directions at once.
+
+    Args:
+        function: differentiable twice.
+        inputs: its arguments.
+        tangents: of each input, [K, ...].
+        grad: the energy's gradient with respect to the output.
+
+    Returns:
+        The tangents of the output [K, ...], and those of the inputs' gradients [K, ...], with ``grad`` held fixed.
+    """
+    with torch.enable_grad():
+        inputs = [t.detach().requires_grad_() for t in inputs]
+        out = function(*inputs)
+        # The gradient is linear in the output's adjoint: its derivative with respect to that is the tangent.
+        adjoint = torch.zeros_like(out, requires_grad=True)
+        linear = torch.autograd.grad(out, inputs, adjoint, create_graph=True)
+        curved = torch.autograd.grad(out, inputs, grad, create_graph=True)
+    (tangent,) = torch.autograd.grad(linear, adjoint, tangents, retain_graph=True, is_grads_batched=True)
+    found = torch.autograd.grad(curved, inputs, tangents, is_grads_batched=True, materialize_grads=True)
+    return tangent, found
