@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 from weakref import WeakValueDictionary
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
     import numpy as np
 
@@ -54,6 +54,10 @@ class Backend(Protocol):
 
     def footprint(self, system: System) -> float:
         """What the system is estimated to take in a pass of `evaluate_many`, in the unit of `capacity`."""
+        ...
+
+    def shared_footprint(self, system: System) -> tuple[Hashable, float]:
+        """What a pass takes once for all systems of equal key, beside their footprints: the key, and how much."""
         ...
 
     def capacity(self) -> float:

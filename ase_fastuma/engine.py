@@ -155,11 +155,17 @@ class FusedBackend:
         return found * self._checkpoint.tasks[system.task].rmsd
 
     def footprint(self, system: System) -> float:
-        """See `backend.Backend.footprint`: bytes of its edges, and of merged weights of its own."""
+        """See `backend.Backend.footprint`: bytes of its edges."""
+        return self._edge_bytes * system.estimated_edges(self._architecture.cutoff)
+
+    def shared_footprint(self, system: System) -> tuple[Hashable, float]:
+        """See `backend.Backend.shared_footprint`: bytes of merged weights."""
         arch, itemsize = self._architecture, 2 if self._kind == "half" else self._dtype.itemsize
+        if not arch.num_experts:
+            return None, 0.0
         # SO(2) weights, as they are and stored for both directions.
-        merged = arch.num_layers * 99 * arch.sphere_channels * arch.hidden_channels * (2 * itemsize + 4)
-        return self._edge_bytes * system.estimated_edges(arch.cutoff) + (merged if arch.num_experts else 0)
+        numbers = arch.num_layers * 99 * arch.sphere_channels * arch.hidden_channels
+        return mixture_key(arch, system), numbers * (2 * itemsize + 4)
 
     @property
     def _edge_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,18 +81,42 @@ def evaluate_packed(backend: Backend, requests: Iterable[Request | Exception]) -
     outcome.
     """
     passes = _Passes(backend)
-    pack: list[Request | Exception] = []
-    filled, room = 0.0, 0.0
+    pack: _Pack | None = None
     for request in requests:
-        size = 0.0 if isinstance(request, Exception) else backend.footprint(request.system)
-        if pack and filled + size > room:
-            yield from passes.run(pack)
-            pack, filled = [], 0.0
-        if not pack:
-            room = backend.capacity() * passes.share
-        pack.append(request)
-        filled += size
-    yield from passes.run(pack)
+        if pack is None or not pack.holds(request):
+            if pack is not None:
+                yield from passes.run(pack.requests)
+            pack = _Pack(backend, backend.capacity() * passes.share)
+        pack.add(request)
+    if pack is not None:
+        yield from passes.run(pack.requests)
+
+
+class _Pack:
+    """Requests for one pass with so much room; one fits in any case."""
+
+    def __init__(self, backend: Backend, room: float) -> None:
+        self.requests: list[Request | Exception] = []
+        self._backend, self._room = backend, room
+        self._filled, self._keys = 0.0, set[Hashable]()
+
+    def holds(self, request: Request | Exception) -> bool:
+        """Whether there is room for one more."""
+        return not self._filled or self._filled + self._size(request)[0] <= self._room
+
+    def add(self, request: Request | Exception) -> None:
+        """Put one in."""
+        size, key = self._size(request)
+        self._filled += size
+        self._keys.add(key)
+        self.requests.append(request)
+
+    def _size(self, request: Request | Exception) -> tuple[float, Hashable]:
+        """What it takes beside the others, and the key of what it shares."""
+        if isinstance(request, Exception):
+            return 0.0, None
+        key, shared = self._backend.shared_footprint(request.system)
+        return self._backend.footprint(request.system) + (0.0 if key in self._keys else shared), key
 
 
 class _Passes:

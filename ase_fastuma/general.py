@@ -10,7 +10,7 @@ import copy
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -181,6 +181,10 @@ class GeneralBackend:
         edges = system.estimated_edges(architecture.cutoff) + len(system.numbers)  # atoms take room as well
         numbers = _NUMBERS_OF_AN_EDGE * self._channels * architecture.num_layers * edges + self._mixed_weights
         return self._dtype.itemsize * numbers
+
+    def shared_footprint(self, system: System) -> tuple[Hashable, float]:
+        """See `Backend.shared_footprint`: nothing, since experts are mixed for each system."""
+        return None, 0.0
 
     def capacity(self) -> float:
         """See `Backend.capacity`."""

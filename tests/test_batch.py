@@ -385,3 +385,13 @@ def test_import_stays_light() -> None:
     script = "import sys, json, ase_fastuma; print(json.dumps([m in sys.modules for m in ('torch', 'tqdm')]))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == [False, False]
+
+
+def test_what_systems_share_takes_room_once(standin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, work = Small(standin), requests(1) * 3 + [requests(2)[1]] * 3
+    own = [backend.footprint(request.system) for request in work]
+    monkeypatch.setattr(Small, "most", 100)
+    monkeypatch.setattr(backend, "shared_footprint", lambda system: (len(system.numbers), 10 * own[0]))
+    monkeypatch.setattr(backend, "capacity", lambda: 1.01 * (sum(own[:4]) + 20 * own[0]))
+    assert len(list(evaluate_packed(backend, work))) == 6
+    assert backend.passes == [3 * 4 + 8, 2 * 8]
