@@ -19,6 +19,7 @@ from ase_fastuma.experts import mixture_key
 from ase_fastuma.graph import build_graph, upload
 from ase_fastuma.hessian import at_a_time, products
 from ase_fastuma.kernels import convolution, reference
+from ase_fastuma.kernels._compile import dry_run
 from ase_fastuma.kernels._launch import runs_kernels
 from ase_fastuma.kernels.atomwise import atomwise
 from ase_fastuma.kernels.edge import EdgeList
@@ -74,6 +75,8 @@ class FusedBackend:
         self._dtype = torch.float64 if settings.precision == "float64" else torch.float32
         self._plain = plain or not runs_kernels(torch.empty(0, device=self._device))
         self._networks = Networks(checkpoint, self._device, self._kind, tables=not self._plain)
+        # What kernels depend on but for the model: which evaluations have had theirs compiled.
+        self._compiled: set[tuple[bool, bool, int]] = set()
         self._replays = Replays(self._architecture.cutoff, self._architecture.max_neighbors)
 
     # ------------------------------------------------------------------------------------------------ the interface
@@ -265,6 +268,22 @@ class FusedBackend:
         S is one but for a pack. Not yet scaled to physical units. Small systems wait for the device nowhere in here.
         """
         geometry = self._geometry(network, members, inputs)
+        kernels = (network.packed, derivatives, inputs.num_edges.bit_length())
+        if not self._plain and kernels not in self._compiled:
+            self._compiled.add(kernels)
+            with dry_run():
+                self._work(network, members, derivatives, inputs, geometry)
+        return self._work(network, members, derivatives, inputs, geometry)
+
+    def _work(
+        self,
+        network: Network,
+        members: Members,
+        derivatives: bool,
+        inputs: EdgeInputs,
+        geometry: convolution.Geometry,
+    ) -> Tensor:
+        """`_step` where the geometry of the edges is known."""
         vectors = geometry.vectors.detach().requires_grad_(derivatives)
         with torch.set_grad_enabled(derivatives):
             energies = self._atomic_energies(network, members, geometry, vectors, inputs.numbers)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from . import reference
 from ._check import check_shape
+from ._compile import kernel
 from ._device import load_l_major, power_of_two_scale
 from ._launch import edge_tile, runs_kernels
 from .edge import reference_gradient
@@ -133,7 +134,7 @@ def _store_times(
         tl.store(out + columns, sums, mask=m_m & m_n)
 
 
-@triton.jit(do_not_specialize=["num_nodes"])
+@kernel(do_not_specialize=["num_nodes"])
 def _atomwise_kernel(
     x,
     in_high,
@@ -173,7 +174,7 @@ def _atomwise_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["num_nodes"])
+@kernel(do_not_specialize=["num_nodes"])
 def _atomwise_backward_kernel(
     grad,
     x,
@@ -254,7 +255,7 @@ def _atomwise_backward_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["num_nodes"])
+@kernel(do_not_specialize=["num_nodes"])
 def _sum_parts_kernel(parts, grad_x, num_nodes, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
     """d x_0 += the parts of all coefficients, in their order."""
     nodes = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from . import reference
 from ._check import check_edges, check_shape
+from ._compile import kernel
 from ._device import (
     frame,
     load_l_major,
@@ -98,7 +99,7 @@ def sorted_edges(source: Tensor, target: Tensor, num_nodes: int) -> EdgeList:
 # --------------------------------------------------------------------------------------------- gather, rotate, scale
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["num_edges"],
     do_not_specialize_on_alignment=["vectors", "radial_unscale", "source", "target", "unscale"],
 )
@@ -178,7 +179,7 @@ def _radial_product(r0, r1, r2, r3, r4, r5, x0, x1, x2, x3, x4, x5, x6, x7, x8):
     return r0 * x0 + r1 * x2 + r2 * x6 + r3 * (x1 + x3) + r4 * (x5 + x7) + r5 * (x4 + x8)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["first_target", "num_targets", "num_sources", "num_nodes", "num_edges"],
     do_not_specialize_on_alignment=[
         "grad_unscale",
@@ -480,7 +481,7 @@ def _load_message(z, scale, edges, channels, mask, C: tl.constexpr, M0: tl.const
         return load_m_major(z + edges * (9 * C) + channels, C, mask, scale)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize_on_alignment=["z_unscale", "vectors", "weight", "target_start"],
 )
 def _rotate_back_sum_kernel(
@@ -524,7 +525,7 @@ def _rotate_back_sum_kernel(
     store_sums(at, C, tl.arange(0, BLOCK_C) < C, a0, a1, a2, a3, a4, a5, a6, a7, a8, False)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["num_edges"],
     do_not_specialize_on_alignment=[
         "z_unscale",

@@ -9,15 +9,15 @@ for edge vectors r = x[source] - x[target] (periodic images included) and g = dE
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._compile import kernel
 from ._launch import runs_kernels
 from .edge import EdgeList
 
 
-@triton.jit(
+@kernel(
     do_not_specialize_on_alignment=["gradient", "vectors", "target_start", "by_source", "source_start"],
 )
 def _forces_kernel(gradient, vectors, target_start, by_source, source_start, forces, virials, BLOCK_E: tl.constexpr):

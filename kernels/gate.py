@@ -17,6 +17,7 @@ from torch import Tensor
 
 from . import reference
 from ._check import check_shape
+from ._compile import kernel
 from ._device import max_abs, power_of_two_scale, row_scale, store_value
 from ._launch import edge_tile, runs_kernels
 from .edge import reference_gradient
@@ -32,7 +33,7 @@ def _sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
 
-@triton.jit(do_not_specialize=["num_edges"])
+@kernel(do_not_specialize=["num_edges"])
 def _gate_kernel(
     x,
     x_unscale,
@@ -81,7 +82,7 @@ def _gate_kernel(
     store_value(high, low, at + 8 * H, mask, y8, scale, SPLIT)
 
 
-@triton.jit(do_not_specialize=["num_edges"])
+@kernel(do_not_specialize=["num_edges"])
 def _gate_backward_kernel(
     grad,
     grad_unscale,

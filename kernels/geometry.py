@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import reference
+from ._compile import kernel
 from ._launch import runs_kernels
 
 _BLOCK = 256
@@ -39,7 +40,7 @@ class EdgeGeometry(NamedTuple):
     weight_slope: Tensor
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["num_edges", "num_elements"],
     do_not_specialize_on_alignment=["source", "target", "out_vectors", "distances", "pair", "weight", "weight_slope"],
 )

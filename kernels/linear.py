@@ -24,11 +24,12 @@ from torch import Tensor
 
 from . import reference
 from ._check import check_shape
+from ._compile import kernel
 from ._launch import matmul_tile, runs_kernels
 from .operand import HALF_TOP, SPLIT_OF_KIND, Operand, empty_operand, ieee_products, plain_operand, to_operand
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["x_unscale", "out_unscale"])
+@kernel(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["x_unscale", "out_unscale"])
 def _block_linear_kernel(
     x_high,
     x_low,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from . import reference
 from ._check import check_shape
+from ._compile import kernel
 from ._device import load_l_major
 from ._launch import edge_tile, runs_kernels
 from .edge import reference_gradient
@@ -49,7 +50,7 @@ def _store_l_major(ptr, stride, mask, x0, x1, x2, x3, x4, x5, x6, x7, x8):
     tl.store(ptr + 8 * stride, x8, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_nodes"], do_not_specialize_on_alignment=["weight", "bias", "shift"])
+@kernel(do_not_specialize=["num_nodes"], do_not_specialize_on_alignment=["weight", "bias", "shift"])
 def _add_rms_norm_kernel(
     x,
     y,
@@ -91,7 +92,7 @@ def _add_rms_norm_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["num_nodes"], do_not_specialize_on_alignment=["weight"])
+@kernel(do_not_specialize=["num_nodes"], do_not_specialize_on_alignment=["weight"])
 def _add_rms_norm_backward_kernel(
     grad_total,
     grad_normed,

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._compile import kernel
 from ._device import power_of_two_scale, store_value
 from ._launch import runs_kernels
 
@@ -80,7 +81,7 @@ def plain_operand(matrix: Tensor) -> Operand:
     return Operand("double" if matrix.dtype == torch.float64 else "single", matrix)
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["unscale"])
+@kernel(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["unscale"])
 def _store_rows_kernel(
     matrix,
     high,

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import reference
+from ._compile import kernel
 from ._device import power_of_two_scale, store_value
 from .operand import SPLIT_OF_KIND, Operand, empty_operand, to_operand
 
@@ -78,7 +79,7 @@ def _norm_silu_with_slope(x: Tensor, dx: Tensor, weight: Tensor, bias: Tensor) -
     return y * s, dy * s * (1 + y * (1 - s))
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["num_edges"],
     do_not_specialize_on_alignment=["distances", "pair", "unscale", "slope_unscale"],
 )

@@ -1,0 +1,57 @@
+"""Kernels are compiled side by side: a computation runs dry first, its launches then only ask for compilation.
+
+One after another the kernels of a first evaluation take half a minute; nearly all of it is spent outside Python, so
+threads share it out well.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import triton
+from triton.runtime._async_compile import AsyncCompileMode
+
+_dry: ContextVar[bool] = ContextVar("ase_fastuma_dry", default=False)
+
+
+class Kernel:
+    """A Triton kernel, launched as ``kernel[grid](...)``; within :func:`dry_run` a launch compiles and runs nothing."""
+
+    def __init__(self, function: Callable, **options: Any) -> None:
+        self._function = triton.jit(function, **options)
+        functools.update_wrapper(self, function)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+        return functools.partial(self._function.warmup, grid=grid) if _dry.get() else self._function[grid]
+
+
+def kernel(**options: Any) -> Callable[[Callable], Kernel]:
+    """Make a :class:`Kernel` of a function; options are those of ``triton.jit``."""
+    return functools.partial(Kernel, **options)
+
+
+@contextmanager
+def dry_run() -> Iterator[None]:
+    """Within this block kernels are compiled in parallel, for the current device, and none runs.
+
+    What they would write stays as it was, so nothing in the block may index by it, nor wait for it. Derivatives are
+    taken in this thread, which alone runs dry. At the end all kernels are there. One that does not compile says so
+    where it is launched.
+    """
+    with (
+        ThreadPoolExecutor(os.cpu_count()) as threads,
+        torch.autograd.set_multithreading_enabled(False),
+        AsyncCompileMode(threads, ignore_errors=True),
+    ):
+        token = _dry.set(True)
+        try:
+            yield
+        finally:
+            _dry.reset(token)
