@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,6 @@ from ase.build import bulk
 from ase.calculators.emt import EMT
 from ase.filters import FrechetCellFilter
 from ase.optimize import BFGS
-from phonopy import Phonopy
-from phonopy.structure.atoms import PhonopyAtoms
 from tolerances import HESSIAN, SAME_STRUCTURE
 
 from ase_fastuma import FastUMACalculator, evaluate
@@ -159,9 +158,12 @@ def test_H5_hessian_function_of_a_saddle_search(make: Callable) -> None:
         atoms.positions += 0.1 * np.random.default_rng(0).normal(size=(3, 3))
 
 
-def displaced_supercells(cell: Atoms, size: int) -> tuple[Phonopy, list[Atoms]]:
-    primitive = PhonopyAtoms(symbols=cell.symbols, cell=cell.cell, scaled_positions=cell.get_scaled_positions())
-    phonon = Phonopy(primitive, supercell_matrix=[size] * 3, primitive_matrix="F", log_level=0)
+def displaced_supercells(cell: Atoms, size: int) -> tuple[Any, list[Atoms]]:
+    phonopy = pytest.importorskip("phonopy")
+    primitive = phonopy.structure.atoms.PhonopyAtoms(
+        symbols=cell.symbols, cell=cell.cell, scaled_positions=cell.get_scaled_positions()
+    )
+    phonon = phonopy.Phonopy(primitive, supercell_matrix=[size] * 3, primitive_matrix="F", log_level=0)
     phonon.generate_displacements(distance=0.01)
     supercells = phonon.supercells_with_displacements
     return phonon, [Atoms(s.symbols, cell=s.cell, scaled_positions=s.scaled_positions, pbc=True) for s in supercells]
