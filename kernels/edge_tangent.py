@@ -257,7 +257,7 @@ def _gather_tangent_kernel(
     channels = tl.arange(0, BLOCK_C)[None, :]
     m_k = directions < num_directions
     mask = m_k & (channels < C)
-    edges = i_edge + 0 * directions  # what all directions share is loaded as whole tiles, in the layout of the features
+    edges = i_edge + 0 * directions  # what directions share is loaded as whole tiles, in the layout of the tangents
     rows = directions * num_edges + i_edge
     ux, uy, uz, length = load_vectors(vectors, edges, m_k)
     c, s, a, b = frame(ux, uy, uz)
@@ -423,7 +423,8 @@ def gather_rotate_scale_tangent(
     out = empty_operand(num_directions * num_edges, NUM_COEFFICIENTS * 2 * width, kind, x.device)
     cross = torch.empty_like(dv)
     if num_directions * num_edges:
-        tile = edge_tile(width, x.element_size())
+        # Two directions a program: both ends' coefficients and what goes into them are 168 numbers a thread.
+        tile = edge_tile(width, x.element_size(), edges=2)
         _gather_tangent_kernel[(num_edges, triton.cdiv(num_directions, tile.edges))](
             dx,
             x,
