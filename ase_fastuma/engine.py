@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -107,7 +108,7 @@ class FusedBackend:
             for task in dict.fromkeys(system.task for system in systems):
                 chosen = [i for i, system in enumerate(systems) if system.task == task]
                 for i, found in zip(chosen, self._run_pack([systems[i] for i in chosen], properties), strict=True):
-                    results[i] = self._in_range(systems[i], properties, found)
+                    results[i] = found
         return results
 
     def _in_range(
@@ -208,15 +209,18 @@ class FusedBackend:
     def _run_pack(self, systems: list[System], properties: frozenset[str]) -> list[dict[str, np.ndarray]]:
         """One pass over systems of one task."""
         if self._plain:
-            return [self._run(system, properties) for system in systems]
+            return [self._in_range(s, properties, self._run(s, properties)) for s in systems]
         pack = self.pack(systems)
-        positions = np.concatenate([systems[i].positions for i in pack.order])
-        cells = np.stack([systems[i].cell for i in pack.order])
-        bins = pack.bins(upload(cells, self._device), self._architecture.cutoff)
+        ordered = [systems[i] for i in pack.order]
+        bins = pack.bins(upload(np.stack([s.cell for s in ordered]), self._device), self._architecture.cutoff)
         derivatives = bool(properties & {"forces", "stress"})
-        flat = self.run_pack(pack, upload(positions, self._device), bins, derivatives)
-        parts = pack.split(flat.cpu().numpy(), derivatives)
-        return [self._results(s, part, derivatives, properties) for s, part in zip(systems, parts, strict=True)]
+        positions = upload(np.concatenate([s.positions for s in ordered]), self._device)
+        flat = self.run_pack(pack, positions, bins, derivatives).cpu().numpy()
+        found = self._results(ordered, flat, derivatives, properties)
+        if not np.isfinite(flat).all():
+            found = [self._in_range(s, properties, one) for s, one in zip(ordered, found, strict=True)]
+        of_system = dict(zip(pack.order, found, strict=True))
+        return [of_system[i] for i in range(len(systems))]
 
     def pack(self, systems: Sequence[System]) -> Pack:
         """Systems of one task for `run_pack`, which is not for the plain form."""
@@ -252,7 +256,7 @@ class FusedBackend:
             key = (mixture_key(self._architecture, system), len(system.numbers), derivatives)
             replayed = self._replays.run(key, system, self._device, step)
             flat = self._run_once(key, system, step) if replayed is None else replayed
-        return self._results(system, flat, derivatives, properties)
+        return self._results([system], flat, derivatives, properties)[0]
 
     def _run_once(self, key: Hashable, system: System, step: Step) -> np.ndarray:
         """Evaluate without a recording; the next evaluation of this kind is recorded, if that is one part then."""
@@ -381,20 +385,31 @@ class FusedBackend:
         return x
 
     def _results(
-        self, system: System, flat: np.ndarray, derivatives: bool, properties: frozenset[str]
-    ) -> dict[str, np.ndarray]:
-        """Physical units and element references; arrays that the caller owns."""
-        task, num_atoms = self._checkpoint.tasks[system.task], len(system.numbers)
-        flat = flat * task.rmsd
-        energies = flat[:num_atoms] + task.mean / num_atoms
+        self, systems: Sequence[System], flat: np.ndarray, derivatives: bool, properties: frozenset[str]
+    ) -> list[dict[str, np.ndarray]]:
+        """Physical units and element references, for systems of one task; arrays that the caller owns.
+
+        `flat` is what `_step` gives for the systems in their order.
+        """
+        task, sizes = self._checkpoint.tasks[systems[0].task], [len(system.numbers) for system in systems]
+        starts = [0, *itertools.accumulate(sizes)]
+        num_atoms, flat = starts[-1], flat * task.rmsd
+        energies = flat[:num_atoms] + np.repeat(task.mean / np.array(sizes), sizes)
         if task.element_references is not None:
-            energies += task.element_references[system.numbers]
-        out = {"energy": np.array(energies.sum()), "energies": energies}
+            energies += task.element_references[np.concatenate([system.numbers for system in systems])]
+        totals = np.add.reduceat(energies, starts[:-1])
+        forces = flat[num_atoms : 4 * num_atoms].reshape(-1, 3)
+        virials = flat[4 * num_atoms :].reshape(-1, 3, 3)
         if derivatives:
-            virial = flat[4 * num_atoms :].reshape(3, 3)
-            out["forces"] = flat[num_atoms : 4 * num_atoms].reshape(num_atoms, 3).copy()
-            out["stress"] = (virial + virial.T) / (2 * system.volume)
-        return {name: value for name, value in out.items() if name in properties}
+            volumes = np.array([system.volume for system in systems])
+            stresses = (virials + virials.transpose(0, 2, 1)) / (2 * volumes[:, None, None])
+        found = []
+        for i, (first, last) in enumerate(itertools.pairwise(starts)):
+            out = {"energy": totals[i], "energies": energies[first:last]}
+            if derivatives:
+                out |= {"forces": forces[first:last], "stress": stresses[i]}
+            found.append({name: np.array(value) for name, value in out.items() if name in properties})
+        return found
 
 
 class _Balance(torch.autograd.Function):

@@ -61,8 +61,19 @@ def evaluate_products(backend: Backend, system: System, directions: np.ndarray) 
 
     Raises what the backend raises, MemoryError where memory runs out, and FloatingPointError.
     """
+    return _second_derivatives(backend.hessian_products, system, directions)
+
+
+def evaluate_hessian(backend: Backend, system: System, indices: np.ndarray) -> np.ndarray:
+    """The Hessian's block of the atoms `indices` [n]: float64 [3 n, 3 n] in eV/A^2; raises as `evaluate_products`."""
+    return _second_derivatives(backend.hessian, system, indices)
+
+
+def _second_derivatives(
+    function: Callable[[System, np.ndarray], np.ndarray], system: System, argument: np.ndarray
+) -> np.ndarray:
     try:
-        found = backend.hessian_products(system, directions)
+        found = function(system, argument)
     except torch.OutOfMemoryError as error:
         raise MemoryError(
             f"out of device memory for second derivatives of {len(system.numbers)} atoms; "
@@ -83,11 +94,12 @@ def evaluate_packed(backend: Backend, requests: Iterable[Request | Exception]) -
     passes = _Passes(backend)
     pack: _Pack | None = None
     for request in requests:
-        if pack is None or not pack.holds(request):
-            if pack is not None:
-                yield from passes.run(pack.requests)
-            pack = _Pack(backend, backend.capacity() * passes.share)
-        pack.add(request)
+        if pack is not None and pack.take(request):
+            continue
+        if pack is not None:
+            yield from passes.run(pack.requests)
+        pack = _Pack(backend, backend.capacity() * passes.share)
+        pack.take(request)
     if pack is not None:
         yield from passes.run(pack.requests)
 
@@ -100,23 +112,17 @@ class _Pack:
         self._backend, self._room = backend, room
         self._filled, self._keys = 0.0, set[Hashable]()
 
-    def holds(self, request: Request | Exception) -> bool:
-        """Whether there is room for one more."""
-        return not self._filled or self._filled + self._size(request)[0] <= self._room
-
-    def add(self, request: Request | Exception) -> None:
-        """Put one in."""
-        size, key = self._size(request)
-        self._filled += size
-        self._keys.add(key)
+    def take(self, request: Request | Exception) -> bool:
+        """Put one in, unless it does not fit."""
+        if not isinstance(request, Exception):
+            key, shared = self._backend.shared_footprint(request.system)
+            size = self._backend.footprint(request.system) + (0.0 if key in self._keys else shared)
+            if self._filled and self._filled + size > self._room:
+                return False
+            self._filled += size
+            self._keys.add(key)
         self.requests.append(request)
-
-    def _size(self, request: Request | Exception) -> tuple[float, Hashable]:
-        """What it takes beside the others, and the key of what it shares."""
-        if isinstance(request, Exception):
-            return 0.0, None
-        key, shared = self._backend.shared_footprint(request.system)
-        return self._backend.footprint(request.system) + (0.0 if key in self._keys else shared), key
+        return True
 
 
 class _Passes:

@@ -126,19 +126,3 @@ class Pack:
         return ValueError(
             f"positions: atoms {first} and {second}{of} coincide, expected them more than {COINCIDENT:g} A apart"
         )
-
-    def split(self, flat: np.ndarray, derivatives: bool) -> list[np.ndarray]:
-        """Results of each system in the order in which they were given, from those of the pass.
-
-        Both are energies, then with `derivatives` forces and virials, one after another.
-        """
-        starts = self.systems.starts
-        forces, virials = flat[starts[-1] : 4 * starts[-1]], flat[4 * starts[-1] :]
-        out: list[np.ndarray] = [flat] * len(self.order)
-        for place, i in enumerate(self.order):
-            first, last = starts[place : place + 2]
-            parts = [flat[first:last]]
-            if derivatives:
-                parts += [forces[3 * first : 3 * last], virials[9 * place : 9 * place + 9]]
-            out[i] = np.concatenate(parts)
-        return out

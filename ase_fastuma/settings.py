@@ -57,6 +57,8 @@ def integral(name: str, value: object) -> int:
 
     Raises TypeError for anything that is no number and ValueError for 0.5, NaN and infinity.
     """
+    if type(value) is int:  # nearly always, and all below takes time where structures are many
+        return value
     if hasattr(value, "item") and getattr(value, "size", 1) == 1:
         value = value.item()  # a NumPy scalar or an array of one element, as extended XYZ may hold
     if not isinstance(value, Real) or isinstance(value, bool):
