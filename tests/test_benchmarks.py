@@ -127,6 +127,16 @@ def test_molecular_dynamics_on_a_gpu(standin: Path, tmp_path: Path) -> None:
     assert row["fluctuation"] < 0.1  # meV/atom; the temperature of the start is worth 39
 
 
+@pytest.mark.gpu
+def test_torchsim_on_a_gpu(standin: Path, tmp_path: Path) -> None:
+    arguments = ["--replicas", 3, "--atoms", 4, "--steps", 40, "--warm-up", 0, "--impls", "fastuma:accurate"]
+    arguments += ["torchsim:fairchem"] if sys.version_info >= (3, 12) else []  # which needs TorchSim 0.6
+    for row in measured(tmp_path, "torchsim", "--checkpoint", standin, *arguments):
+        assert row["steps_per_s"] == pytest.approx(40 / row["wall_s"])
+        assert row["force_rel_err"] < 1e-4
+        assert row["fluctuation"] < 0.1  # meV/atom; the temperature of the start is worth 39
+
+
 @pytest.mark.parametrize("peers", [[], pytest.param(["fairchem:vmap"], marks=pytest.mark.gpu)])
 def test_hessians(standin: Path, tmp_path: Path, peers: list[str]) -> None:
     arguments = ["--systems", "benzene", "--impls", "fastuma:accurate", *peers, "--seconds", 0, "--repeats", 1]

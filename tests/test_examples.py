@@ -110,6 +110,17 @@ def test_vibrations(tmp_path: Path) -> None:
     assert len(list((tmp_path / "fastuma-vibrations").glob("mode-*.traj"))) == 3
 
 
+def test_torchsim_md(tmp_path: Path) -> None:
+    printed = run("torchsim_md", "--steps", 6, "--fmax", 0.1, cwd=tmp_path)
+    rows = re.findall(r"^(\w+) +([\d.]+) +([\d.]+) +(-?[\d.]+) +([\d.]+)$", printed, re.MULTILINE)
+    assert [row[0] for row in rows] == ["Cu", "Al", "Cu3Au", "Ni3Al"]
+    for _, exchanged, change, _, force in rows:
+        assert float(exchanged) > 10  # meV/atom
+        assert float(change) < 0.02 * float(exchanged)
+        assert float(force) < 0.1
+    assert_plot(tmp_path / "fastuma-torchsim-md" / "energies.png")
+
+
 def test_a_folder_that_exists_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     with pytest.raises(AssertionError, match="--out: expected a folder that does not exist yet, got mine"):
