@@ -5,6 +5,7 @@ Nothing here knows fairchem. Import operations from their own files, which is wh
     from ase_fastuma.kernels.atomwise import atomwise, atomwise_weights
     from ase_fastuma.kernels.edge import gather_rotate_scale, rotate_back_sum, sorted_edges
     from ase_fastuma.kernels.gate import gate
+    from ase_fastuma.kernels.grouped_linear import grouped_linear
     from ase_fastuma.kernels.linear import block_linear, block_weights
     from ase_fastuma.kernels.many_neighbours import Systems, bins_of, neighbour_lists
     from ase_fastuma.kernels.neighbours import neighbour_list

@@ -72,14 +72,17 @@ _SHALLOW_TILES = (MatmulTile(128, 256, 32, 8, 3), MatmulTile(128, 128, 32, 8, 3)
 # Few rows: smaller tiles fill the card. The last ones are the last resort for many rows too.
 _SMALL_SPLIT_TILES = (MatmulTile(128, 128, 64, 8, 3), MatmulTile(64, 128, 32, 4, 4), MatmulTile(64, 64, 32, 4, 2))
 _SMALL_HALF_TILES = (MatmulTile(64, 128, 64, 4, 3), MatmulTile(64, 64, 32, 4, 2))
-_GROUPED_SPLIT_TILES = _SMALL_SPLIT_TILES[1:]  # a group begins a tile of its own: fewer rows leave less of it empty
 _SMALL_SHALLOW_TILES = (MatmulTile(64, 128, 32, 4, 4), MatmulTile(64, 64, 32, 4, 2))
 
 
-def matmul_tile(rows: int | None, depth: int, columns: int, operand: str, device: torch.device) -> MatmulTile:
+def matmul_tile(
+    rows: int, depth: int, columns: int, operand: str, device: torch.device, rows_a_group: int | None = None
+) -> MatmulTile:
     """Tiles of the block matrix product by operand kind ("split" or "half").
 
-    `rows` None: tiles that depend on nothing else, for rows in groups, whose results must not depend on other groups.
+    `rows_a_group`: rows are in groups of about so many, and results must not depend on other groups. A result depends
+    on the depth of a tile alone, which orders its sum, so that is fixed. Each group begins a tile of its own: tiles are
+    high only where some 3 % of their rows stay empty.
     """
     available = shared_memory_per_block(device.index or 0) if device.type == "cuda" else 160 * 1024
     if depth <= 128:
@@ -88,12 +91,28 @@ def matmul_tile(rows: int | None, depth: int, columns: int, operand: str, device
         large, small = _SPLIT_TILES, _SMALL_SPLIT_TILES
     else:
         large, small = _HALF_TILES, _SMALL_HALF_TILES
+    choice = (*(large if rows > 16384 else ()), *small)
+    if rows_a_group is not None:
+        low, last = small[-2:]
+        choice = (*(t for t in choice if t.k == low.k and 16 * t.m <= rows_a_group), low, last)
     narrow = max(16, triton.next_power_of_2(columns))
-    if rows is None:
-        large, small = (), _GROUPED_SPLIT_TILES if operand == "split" else _SMALL_HALF_TILES
-    for tile in (*(large if rows is not None and rows > 16384 else ()), *small):
+    for tile in choice:
         fitted = tile._replace(n=min(tile.n, narrow))
         bytes_per_stage = (2 if operand == "split" else 1) * 2 * fitted.k * (fitted.m + fitted.n)
         if fitted.stages * bytes_per_stage <= available:
             return fitted
     raise RuntimeError(f"device: expected at least 32 KiB of shared memory a block, got {available} bytes")
+
+
+def outer_tile(num_groups: int, depth: int, width: int, device: torch.device) -> MatmulTile:
+    """Tiles of the sums x^T g over the rows of a group, [depth, width]: rows and columns of the result, `k` rows of x.
+
+    As large as leaves a program for each processor. `k` is fixed: it orders the sum. Not measured yet.
+    """
+    m, n = (min(128, max(16, triton.next_power_of_2(size))) for size in (depth, width))
+    if device.type == "cuda":
+        programs = num_groups * triton.cdiv(depth, m) * triton.cdiv(width, n)
+        if programs < _processors(device.index or 0):
+            m, n = min(64, m), min(64, n)
+    large = m * n > 64 * 64
+    return MatmulTile(m, n, 32, 8 if large else 4, 3 if large else 4)

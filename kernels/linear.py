@@ -6,6 +6,7 @@ are the same kernel on the transposed weights, stored beside them, so both direc
 
 Weights may come in groups: each of G systems, say, has merged weights of its own. Rows then lie in consecutive groups,
 a group begins a tile of its own, and one launch works through all of them; a group's results do not depend on others.
+Such weights are stored once: the products with their transposes read them in place.
 
 Precision is that of the operands (:mod:`.operand`). The kernel takes half-precision operands; IEEE float32 and float64
 go to the vendor's library, which is the fastest there. Torch's TF32 switches do not act on any of these products.
@@ -14,7 +15,6 @@ go to the vendor's library, which is the fastest there. Torch's TF32 switches do
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,17 @@ from . import reference
 from ._check import check_shape
 from ._compile import kernel
 from ._launch import matmul_tile, runs_kernels
-from .operand import HALF_TOP, SPLIT_OF_KIND, Operand, empty_operand, ieee_products, plain_operand, to_operand
+from .groups import RowGroups
+from .operand import (
+    HALF_TOP,
+    SPLIT_OF_KIND,
+    Operand,
+    empty_operand,
+    ieee_products,
+    plain_operand,
+    rows_in_halves,
+    to_operand,
+)
 
 
 @kernel(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["x_unscale", "out_unscale"])
@@ -57,11 +67,15 @@ def _block_linear_kernel(
     BIAS: tl.constexpr,
     HALF: tl.constexpr,
     GROUPED: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One tile of one block: x [M, K_b] times W_b, whose transpose [N_b, K_b] is stored row by row."""
+    """One tile of one block: x [M, K_b] times W_b, whose transpose [N_b, K_b] is stored row by row.
+
+    IN_PLACE: W_b [K_b, N_b] itself is stored row by row.
+    """
     T0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
     T1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
     T2: tl.constexpr = (N2 + BLOCK_N - 1) // BLOCK_N
@@ -77,18 +91,23 @@ def _block_linear_kernel(
     w_first = tl.where(in_2, K0 * N0 + K1 * N1, tl.where(in_1, K0 * N0, 0))
     if ALIGNED:
         depth = tl.multiple_of(depth, 16)
+        if IN_PLACE:
+            width = tl.multiple_of(width, 16)
         x_first = tl.multiple_of(x_first, 16)
         w_first = tl.multiple_of(w_first, 16)
     i_n = i_tile - tl.where(in_2, T0 + T1, tl.where(in_1, T0, 0))
     if GROUPED:
-        rows = tl.load(tile_first + i_m) + tl.arange(0, BLOCK_M)
-        m_m = rows < tl.load(tile_last + i_m)
+        first = tl.load(tile_first + i_m)
+        last = tl.load(tile_last + i_m)
+        rows = first + tl.arange(0, BLOCK_M)
+        m_m = rows < last
         group = tl.load(tile_group + i_m)
         w_high += group * (K0 * N0 + K1 * N1 + K2 * N2)
         if SPLIT == 2:
             w_low += group * (K0 * N0 + K1 * N1 + K2 * N2)
-        w_unscale += group * (N0 + N1 + N2)
-        w_bound += group * 2
+        w_unscale += group * 3 + in_1.to(tl.int32) + in_2.to(tl.int32)
+        if HALF:
+            w_bound += group * 2
     else:
         rows = i_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         m_m = rows < num_rows
@@ -96,9 +115,16 @@ def _block_linear_kernel(
     m_n = columns < width
     o_k = tl.arange(0, BLOCK_K)
     x_offset = rows[:, None] * (K0 + K1 + K2) + x_first + o_k[None, :]
+    w_step = 1
     w_offset = w_first + columns[None, :] * depth + o_k[:, None]
+    if IN_PLACE:
+        w_step = width
+        w_offset = w_first + columns[None, :] + o_k[:, None] * width
+    steps = depth
+    if GROUPED:
+        steps = tl.where(first < last, depth, 0)  # an empty tile ends the schedule
     sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for k in range(0, depth, BLOCK_K):
+    for k in range(0, steps, BLOCK_K):
         if EVEN_K:
             x_mask = m_m[:, None]
             w_mask = m_n[None, :]
@@ -106,16 +132,19 @@ def _block_linear_kernel(
             x_mask = m_m[:, None] & (o_k[None, :] < depth - k)
             w_mask = m_n[None, :] & (o_k[:, None] < depth - k)
         xh = tl.load(x_high + x_offset + k, mask=x_mask, other=0.0)
-        wh = tl.load(w_high + w_offset + k, mask=w_mask, other=0.0)
+        wh = tl.load(w_high + w_offset + k * w_step, mask=w_mask, other=0.0)
         sums = tl.dot(xh, wh, sums)
         if SPLIT == 2:
             xl = tl.load(x_low + x_offset + k, mask=x_mask, other=0.0)
-            wl = tl.load(w_low + w_offset + k, mask=w_mask, other=0.0)
+            wl = tl.load(w_low + w_offset + k * w_step, mask=w_mask, other=0.0)
             sums = tl.dot(xl, wh, sums)
             sums = tl.dot(xh, wl, sums)
     unscale = tl.load(x_unscale + rows, mask=m_m, other=1.0)
     sums *= unscale[:, None]
-    sums *= tl.load(w_unscale + o_first + columns, mask=m_n, other=0.0)[None, :]
+    if GROUPED:
+        sums *= tl.load(w_unscale)
+    else:
+        sums *= tl.load(w_unscale + o_first + columns, mask=m_n, other=0.0)[None, :]
     if BIAS:
         biased = tl.where(in_1, 0, width)  # the first block alone
         sums += tl.load(bias + columns, mask=columns < biased, other=0.0)[None, :]
@@ -129,31 +158,6 @@ def _block_linear_kernel(
     tl.store(out + o_offset, sums.to(out.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
 
 
-class RowGroups:
-    """Rows in consecutive groups, group g being rows starts[g] : starts[g + 1].
-
-    Attributes:
-        starts: first row of each group, and the number of rows [G + 1], increasing or equal.
-    """
-
-    def __init__(self, starts: Sequence[int], device: torch.device) -> None:
-        self.starts = tuple(starts)
-        self._device = device
-        self._tiles: dict[int, Tensor] = {}
-
-    def tiles(self, rows: int) -> Tensor:
-        """Group, first row and end of the rows of each tile of so many rows [3, T], int64; kept."""
-        if rows not in self._tiles:
-            tiles = [
-                (g, first, end)
-                for g, (start, end) in enumerate(itertools.pairwise(self.starts))
-                for first in range(start, end, rows)
-            ]
-            found = torch.tensor(tiles, dtype=torch.int64).view(-1, 3).T.contiguous()
-            self._tiles[rows] = found.to(self._device)
-        return self._tiles[rows]
-
-
 @dataclass(frozen=True)
 class BlockWeights:
     """Weights of a block linear, stored for products in both directions.
@@ -162,25 +166,23 @@ class BlockWeights:
         shapes: (K_b, N_b) of each block, one to three of them.
         matrices: the weights as they came, [K_b, N_b], or [G, K_b, N_b] for groups of rows.
         bias: [N_0] or None, the same for all groups.
-        forward, backward: operands of all W_b^T and of all W_b, a row for each group; None where the library multiplies
-            ``matrices``.
-        forward_bound, backward_bound: powers of two [2] (times groups): how much larger than a row's largest entry a
-            product can be, and the bias in units of the largest half that is stored.
+        num_groups: G; None for weights that all rows share.
+        forward, backward: operands of all W_b^T and of all W_b, with a scale for each of their rows; None where the
+            library multiplies ``matrices``. Of weights in groups ``forward`` alone, a row for each group and a scale
+            for each of its blocks [G, 3].
+        forward_bound, backward_bound: for kind "half", powers of two [2] (times groups): how much larger than a row's
+            largest entry a product can be, and the bias in units of the largest half that is stored.
     """
 
     kind: str
     shapes: tuple[tuple[int, int], ...]
     matrices: tuple[Tensor, ...]
     bias: Tensor | None
+    num_groups: int | None = None
     forward: Operand | None = None
     backward: Operand | None = None
     forward_bound: Tensor | None = None
     backward_bound: Tensor | None = None
-
-    @property
-    def num_groups(self) -> int | None:
-        """G; None for weights that all rows share."""
-        return self.matrices[0].shape[0] if self.matrices[0].dim() == 3 else None
 
 
 def block_weights(matrices: list[Tensor], bias: Tensor | None, kind: str) -> BlockWeights:
@@ -189,18 +191,16 @@ def block_weights(matrices: list[Tensor], bias: Tensor | None, kind: str) -> Blo
     shapes = tuple((m.shape[-2], m.shape[-1]) for m in matrices)
     kept = tuple(m.to(dtype) for m in matrices)
     bias = None if bias is None else bias.to(dtype).contiguous()
+    num_groups = kept[0].shape[0] if kept[0].dim() == 3 else None
     if kind in ("double", "single") or not runs_kernels(kept[0]):
-        return BlockWeights(kind, shapes, kept, bias)
+        return BlockWeights(kind, shapes, kept, bias, num_groups)
     grouped = [m if m.dim() == 3 else m[None] for m in kept]
     forward, backward = [m.mT for m in grouped], grouped
-    return BlockWeights(
-        kind,
-        shapes,
-        kept,
-        bias,
-        *(_join([to_operand(m.flatten(0, 1), kind) for m in rows], len(rows[0])) for rows in (forward, backward)),
-        *(_bound(rows, b) for rows, b in ((forward, bias), (backward, None))),
-    )
+    bounds = [_bound(rows, b) for rows, b in ((forward, bias), (backward, None))] if kind == "half" else (None, None)
+    if num_groups is not None:
+        return BlockWeights(kind, shapes, kept, bias, num_groups, _in_groups(forward, kind), None, *bounds)
+    stored = (_join([to_operand(m[0], kind) for m in rows]) for rows in (forward, backward))
+    return BlockWeights(kind, shapes, kept, bias, None, *stored, *bounds)
 
 
 def _bound(rows: list[Tensor], bias: Tensor | None) -> Tensor:
@@ -216,14 +216,26 @@ def _bound(rows: list[Tensor], bias: Tensor | None) -> Tensor:
     return torch.ldexp(torch.ones_like(bounds), torch.frexp(bounds).exponent)
 
 
-def _join(parts: list[Operand], num_groups: int) -> Operand:
-    """Lay the operands of blocks one after another, for each group."""
+def _join(parts: list[Operand]) -> Operand:
+    """Lay the operands of blocks one after another."""
 
     def joined(name: str) -> Tensor | None:
         tensors = [getattr(p, name) for p in parts]
-        return None if tensors[0] is None else torch.cat([t.reshape(num_groups, -1) for t in tensors], dim=1)
+        return None if tensors[0] is None else torch.cat([t.flatten() for t in tensors])[None]
 
     return Operand(parts[0].kind, joined("high"), joined("low"), joined("unscale"))
+
+
+def _in_groups(blocks: list[Tensor], kind: str) -> Operand:
+    """Blocks [G, N_b, K_b] one after another for each group, each with one scale in its group.
+
+    A scale for all of a block, and not for a row of it, serves products in both directions. It costs nothing: halves
+    keep all their bits down to 2^-13 of the largest entry (two halves) or 2^-26.
+    """
+    parts = [rows_in_halves(block.flatten(1), kind) for block in blocks]
+    unscale = torch.nn.functional.pad(torch.cat([p.unscale for p in parts], dim=1), (0, 3 - len(parts)))
+    low = torch.cat([p.low for p in parts], dim=1) if kind == "split" else None
+    return Operand(kind, torch.cat([p.high for p in parts], dim=1), low, unscale)
 
 
 def _library_matmul(x: Operand, weights: BlockWeights, transposed: bool, bias: Tensor | None, groups) -> Tensor:
@@ -251,7 +263,7 @@ def block_matmul(
     """Multiply an operand [M, sum K_b] by the weights, or an output gradient [M, sum N_b] by their transposes.
 
     Args:
-        half: store the result as halves.
+        half: store the result as halves; for weights of kind "half".
         groups: the groups that the rows lie in. With weights that all rows share they only see to it that the result of
             a row does not depend on other rows.
 
@@ -261,18 +273,20 @@ def block_matmul(
     """
     bias = weights.bias if biased and not transposed else None
     grouped = weights.num_groups is not None
+    in_place = grouped and transposed
     if weights.forward is None:
         out = plain_operand(_library_matmul(x, weights, transposed, bias, groups if grouped else None))
         return to_operand(out.high, "half") if half else out
     shapes = [(n, k) for k, n in weights.shapes] if transposed else list(weights.shapes)
-    w = weights.backward if transposed else weights.forward
+    w = weights.backward if transposed and not grouped else weights.forward
     bound = weights.backward_bound if transposed else weights.forward_bound
     rows, columns = x.high.shape[0], sum(n for _, n in shapes)
     out = empty_operand(rows, columns, "half" if half else "single", x.high.device)
     if rows == 0:
         return out
     (k0, n0), (k1, n1), (k2, n2) = shapes + [(0, 0)] * (3 - len(shapes))
-    tile = matmul_tile(rows if groups is None else None, max(k0, k1, k2), max(n0, n1, n2), x.kind, x.high.device)
+    rows_a_group = None if groups is None else rows // max(1, groups.num_groups)
+    tile = matmul_tile(rows, max(k0, k1, k2), max(n0, n1, n2), x.kind, x.high.device, rows_a_group)
     tiles = sum(triton.cdiv(n, tile.n) for _, n in shapes)
     row_tiles = groups.tiles(tile.m) if grouped and groups is not None else None
     num_row_tiles = triton.cdiv(rows, tile.m) if row_tiles is None else row_tiles.shape[1]
@@ -295,12 +309,13 @@ def block_matmul(
         N0=n0,
         N1=n1,
         N2=n2,
-        ALIGNED=all(k % 16 == 0 for k in (k0, k1, k2)),
+        ALIGNED=all(size % 16 == 0 for size in (k0, k1, k2, *((n0, n1, n2) if in_place else ()))),
         EVEN_K=all(k % tile.k == 0 for k in (k0, k1, k2)),
         SPLIT=SPLIT_OF_KIND[x.kind],
         BIAS=bias is not None,
         HALF=half,
         GROUPED=grouped,
+        IN_PLACE=in_place,
         BLOCK_M=tile.m,
         BLOCK_N=tile.n,
         BLOCK_K=tile.k,
@@ -342,10 +357,10 @@ def block_linear(x: Tensor, weights: BlockWeights, groups: RowGroups | None = No
     if x.device != weights.matrices[0].device:
         raise ValueError(f"x: expected device {weights.matrices[0].device}, got {x.device}")
     x = x.to(weights.matrices[0].dtype)
-    if weights.num_groups is not None and (groups is None or len(groups.starts) != weights.num_groups + 1):
-        found = "none" if groups is None else f"{len(groups.starts) - 1}"
+    if weights.num_groups is not None and (groups is None or groups.num_groups != weights.num_groups):
+        found = "none" if groups is None else f"{groups.num_groups}"
         raise ValueError(f"groups: expected {weights.num_groups} groups of rows, got {found}")
-    if groups is not None and (groups.starts[0] != 0 or groups.starts[-1] != x.numel() // max(depth, 1)):
-        raise ValueError(f"groups: expected the {x.numel() // max(depth, 1)} rows of x, got {groups.starts}")
+    if groups is not None and groups.num_rows != x.numel() // max(depth, 1):
+        raise ValueError(f"groups: expected the {x.numel() // max(depth, 1)} rows of x, got {groups.num_rows}")
     out = _BlockLinear.apply(x.reshape(-1, depth), weights, False, True, groups)
     return out.view(*x.shape[:-1], out.shape[1])

@@ -128,6 +128,11 @@ def to_operand(matrix: Tensor, kind: str) -> Operand:
                 num_warps=4,
             )
         return out
+    return rows_in_halves(value, kind)
+
+
+def rows_in_halves(value: Tensor, kind: str) -> Operand:
+    """Store float32 rows [M, K] as "split" or "half" in plain PyTorch, however long they are."""
     largest = value.abs().amax(dim=1, keepdim=True).clamp(min=2.0**-100)
     scale = torch.ldexp(torch.full_like(largest, 2 * HALF_TOP), -torch.frexp(largest).exponent)
     scaled = value * scale

@@ -6,6 +6,7 @@ Shapes: N atoms, E edges (sorted by target), C channels; layouts are those of :m
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -209,6 +210,29 @@ def block_linear(x: Tensor, weights: list[Tensor], bias: Tensor | None) -> Tenso
     if bias is not None:
         out[0] = out[0] + bias
     return torch.cat(out, dim=1)
+
+
+def grouped_linear(x: Tensor, weights: Tensor, starts: Sequence[int], bias: Tensor | None = None) -> Tensor:
+    """Multiply each group of rows by its own matrix.
+
+    Args:
+        x: [M, K].
+        weights: [G, K, N].
+        starts: group g is rows starts[g] : starts[g + 1], [G + 1].
+        bias: [G, N] or None.
+
+    Returns:
+        [M, N].
+    """
+    parts = [x[first:end] @ w for w, (first, end) in zip(weights, itertools.pairwise(starts), strict=True)]
+    if bias is not None:
+        parts = [part + b for part, b in zip(parts, bias, strict=True)]
+    return torch.cat(parts)
+
+
+def grouped_outer(x: Tensor, g: Tensor, starts: Sequence[int]) -> Tensor:
+    """x^T g of each group of rows: [M, K], [M, N] -> [G, K, N]."""
+    return torch.stack([x[first:end].T @ g[first:end] for first, end in itertools.pairwise(starts)])
 
 
 def radial_network(distances: Tensor, pair_bias: Tensor, pair: Tensor, layers: RadialLayers) -> Tensor:

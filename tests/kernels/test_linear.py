@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from ase_fastuma.kernels import reference
-from ase_fastuma.kernels.linear import RowGroups, block_linear, block_weights
+from ase_fastuma.kernels.grouped_linear import grouped_linear
+from ase_fastuma.kernels.groups import RowGroups
+from ase_fastuma.kernels.linear import block_linear, block_weights
 from ase_fastuma.kernels.operand import KINDS, to_operand
 from devices import DEVICES
 from edge_graphs import random
@@ -143,3 +145,102 @@ def test_groups_that_do_not_fit_are_refused():
         block_linear(x, weights, RowGroups([0, 5], x.device))
     with pytest.raises(ValueError, match="groups: expected the 5 rows of x"):
         block_linear(x, weights, RowGroups([0, 2, 4], x.device))
+
+
+COUNTS = {"some": (0, 13, 1, 7, 0, 5), "one row": (1,), "no rows": (0, 0), "one group": (37,)}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
+def test_tiles_cover_every_row_once(device, counts):
+    """Each tile lies in its group, whether the starts come from the host or from the device."""
+    starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    tensor = torch.tensor(starts, device=device)
+    for groups in (RowGroups(starts, tensor.device), RowGroups(tensor, tensor.device, starts[-1])):
+        covered = []
+        for group, first, end in groups.tiles(4).T.tolist():
+            assert end == starts[group + 1]
+            rows = range(first, min(first + 4, end))
+            assert not rows or rows[0] >= starts[group]
+            covered += rows
+        assert sorted(covered) == list(range(starts[-1]))
+        assert groups.starts == tuple(starts)
+
+
+@pytest.mark.parametrize("kind", ["split", "half"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_starts_on_the_device(device, kind):
+    matrices = [random((3, 24, 40), device, torch.float64, 1)]
+    weights = block_weights(matrices, None, kind)
+    x = random((17, 24), device, torch.float32, 2)
+    starts = torch.tensor([0, 5, 5, 17], device=device)
+    got = block_linear(x, weights, RowGroups(starts, x.device, 17))
+    assert torch.equal(got, block_linear(x, weights, RowGroups([0, 5, 5, 17], x.device)))
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_grouped_linear_and_its_gradients(device, kind, counts):
+    """Output and all gradients against float64, weights' of groups without rows too, which are zero."""
+    starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    sizes = [(starts[-1], 19), (len(counts), 19, 35), (len(counts), 35)]
+    exact = [random(size, device, torch.float64, i).requires_grad_() for i, size in enumerate(sizes)]
+    upstream = random((starts[-1], 35), device, torch.float64, 6)
+    want = reference.grouped_linear(exact[0], exact[1], starts, exact[2])
+    wanted = [want, *torch.autograd.grad(want, exact, upstream)]
+    dtype = torch.float64 if kind == "double" else torch.float32
+    x, w, b = (t.detach().to(dtype).requires_grad_() for t in exact)
+    got = grouped_linear(x, w, starts, b, kind)
+    found = [got, *torch.autograd.grad(got, (x, w, b), upstream.to(dtype))]
+    for mine, other in zip(found, wanted, strict=True):
+        assert mine.shape == other.shape
+        assert (mine.double() - other).norm() <= ERROR[kind] * other.norm()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_grouped_linear_is_differentiable_to_any_order(device):
+    """In x, weights and bias at once; the closed set of maps is the same for every kind."""
+    x, w = random((7, 3), device, torch.float64, 1).requires_grad_(), random((3, 3, 2), device, torch.float64, 2)
+    b, starts = random((3, 2), device, torch.float64, 3).requires_grad_(), torch.tensor([0, 4, 4, 7], device=device)
+    cube = lambda x, w, b: grouped_linear(x, w, starts, b, "double") ** 3  # noqa: E731
+    arguments = (x, w.requires_grad_(), b)
+    assert torch.autograd.gradcheck(cube, arguments, fast_mode=True)
+    assert torch.autograd.gradgradcheck(cube, arguments, fast_mode=True)
+
+
+@pytest.mark.parametrize("kind", ["split", "half"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_second_derivatives_of_grouped_linear_by_kernels(device, kind):
+    starts, sizes = [0, 5, 5, 12], [(12, 19), (3, 19, 35)]
+
+    def second(function, dtype):
+        x, w = (random(size, device, torch.float64, i).to(dtype).requires_grad_() for i, size in enumerate(sizes))
+        y = function(x, w) ** 2
+        first = torch.autograd.grad(y.sum(), (x, w), create_graph=True)
+        return torch.autograd.grad(sum((g**2).sum() for g in first), (x, w))
+
+    want = second(lambda x, w: reference.grouped_linear(x, w, starts), torch.float64)
+    for mine, other in zip(
+        second(lambda x, w: grouped_linear(x, w, starts, kind=kind), torch.float32), want, strict=True
+    ):
+        assert (mine.double() - other).norm() <= 10 * ERROR[kind] * other.norm()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"kind": "quad"}, ValueError, "kind: expected one of .* got 'quad'"),
+        ({"x": torch.zeros(5)}, ValueError, r"x: expected shape \[any, any\], got \[5\]"),
+        ({"weights": torch.zeros(3, 4, 2)}, ValueError, r"weights: expected shape \[2, 4, any\], got \[3, 4, 2\]"),
+        ({"starts": [0, 2, 4]}, ValueError, "starts: expected the 5 rows of x, got 4"),
+        ({"starts": [0, 6, 5]}, ValueError, r"starts: expected numbers from 0 on .* got \[0, 6, 5\]"),
+        ({"starts": [1, 2, 5]}, ValueError, "starts: expected numbers from 0 on"),
+        ({"starts": torch.tensor([0.0, 2.0, 5.0])}, ValueError, "starts: expected an int64 tensor"),
+        ({"bias": torch.zeros(2)}, ValueError, r"bias: expected shape \[2, 2\], got \[2\]"),
+    ],
+)
+def test_bad_arguments_of_grouped_linear(change, error, message):
+    arguments = {"x": torch.zeros(5, 4), "weights": torch.zeros(2, 4, 2), "starts": [0, 2, 5]}
+    with pytest.raises(error, match=message):
+        grouped_linear(**(arguments | change))
