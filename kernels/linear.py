@@ -99,8 +99,6 @@ def _block_linear_kernel(
     if GROUPED:
         first = tl.load(tile_first + i_m)
         last = tl.load(tile_last + i_m)
-        rows = first + tl.arange(0, BLOCK_M)
-        m_m = rows < last
         group = tl.load(tile_group + i_m)
         w_high += group * (K0 * N0 + K1 * N1 + K2 * N2)
         if SPLIT == 2:
@@ -109,12 +107,19 @@ def _block_linear_kernel(
         if HALF:
             w_bound += group * 2
     else:
-        rows = i_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        m_m = rows < num_rows
+        first = i_m.to(tl.int64) * BLOCK_M
+        last = first + tl.minimum(num_rows - first, BLOCK_M)
+    # From here on offsets within the tile fit 32 bits.
+    x_high += first * (K0 + K1 + K2) + x_first
+    if SPLIT == 2:
+        x_low += first * (K0 + K1 + K2) + x_first
+    x_unscale += first
+    rows = tl.arange(0, BLOCK_M)
+    m_m = rows < last - first
     columns = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m_n = columns < width
     o_k = tl.arange(0, BLOCK_K)
-    x_offset = rows[:, None] * (K0 + K1 + K2) + x_first + o_k[None, :]
+    x_offset = rows[:, None] * (K0 + K1 + K2) + o_k[None, :]
     w_step = 1
     w_offset = w_first + columns[None, :] * depth + o_k[:, None]
     if IN_PLACE:
@@ -148,13 +153,14 @@ def _block_linear_kernel(
     if BIAS:
         biased = tl.where(in_1, 0, width)  # the first block alone
         sums += tl.load(bias + columns, mask=columns < biased, other=0.0)[None, :]
-    o_offset = rows[:, None] * (N0 + N1 + N2) + o_first + columns[None, :]
+    out += first * (N0 + N1 + N2) + o_first
+    o_offset = rows[:, None] * (N0 + N1 + N2) + columns[None, :]
     if HALF:
         # No maximum over the row is needed: the scale follows from a bound on what the weights can make of it.
         unscale = tl.maximum(unscale * tl.load(w_bound), tl.load(w_bound + 1))
         sums *= (1.0 / unscale)[:, None]
         if i_tile == 0:
-            tl.store(out_unscale + rows, unscale, mask=m_m)
+            tl.store(out_unscale + first + rows, unscale, mask=m_m)
     tl.store(out + o_offset, sums.to(out.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
 
 
