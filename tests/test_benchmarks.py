@@ -159,3 +159,11 @@ def test_batches_on_a_gpu(standin: Path, tmp_path: Path, system: str) -> None:
         assert row["force_rel_err"] < 1e-4
         assert row["new_batch_ms"] > 0
         assert row["structures_per_s"] == pytest.approx(1e3 * row["structures"] / row["median_ms"])
+
+
+def test_grouped_products(tmp_path: Path) -> None:
+    ways = ["plain:split", "fastuma:split", "loop:float32", "grouped_mm:bfloat16"]
+    rows = measured(tmp_path, "grouped_products", "--shapes", "tiny", "--groups", 3, "--rows", 11, "--ways", *ways)
+    assert [row["op"] for row in rows] == ["forward"] * 4 + ["backward_x"] * 4 + ["backward_w"] * 3 + ["double"] * 3
+    assert all(row["rel_err"] < (2e-2 if row["precision"] == "bfloat16" else 1e-6) for row in rows)
+    assert all(row["to_plain"] > 0 for row in rows[:8] if row["impl"] == "fastuma")
