@@ -228,16 +228,21 @@ class FusedBackend:
         return Pack.of(systems, mixtures, self._architecture.max_num_elements, self._device)
 
     def run_pack(self, pack: Pack, positions: Tensor, bins: Bins, derivatives: bool) -> Tensor:
-        """All work of a pass over many systems, on the device: what `_step` gives. Arguments as for `Pack.find`.
+        """All work of a pass over many systems, on the device: what `_step` gives. Arguments as for `Pack.find`."""
+        return self.step_pack(pack, *pack.find(positions, bins, self._architecture.max_neighbors), derivatives)
 
-        A single system that does not fit into a pass is worked on in parts.
-        """
+    def step_pack(self, pack: Pack, inputs: EdgeInputs, members: Members, derivatives: bool) -> Tensor:
+        """`run_pack` with edges that have been found. A single system that does not fit into a pass runs in parts."""
         with self._on_device(), ieee_products(), torch.inference_mode(False), torch.enable_grad():
-            inputs, members = pack.find(positions, bins, self._architecture.max_neighbors)
             if len(pack.order) == 1 and self._edge_bytes * inputs.num_edges > self.capacity():
                 system = pack.mixtures[0].system
                 return self._step(self._networks.of(system), Members(system.charge, system.spin), derivatives, inputs)
             return self._step(self._networks.of_pack(pack.mixtures), members, derivatives, inputs)
+
+    def recordable(self, num_edges: int) -> bool:
+        """Whether a pass with so many edges is better recorded: launching it takes longer than running it."""
+        small = num_edges <= _CHUNK_EDGES and self._edge_bytes * num_edges <= self.capacity()
+        return small and self._device.type == "cuda"
 
     def _inputs(self, system: System) -> EdgeInputs:
         arch = self._architecture

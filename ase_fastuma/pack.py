@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from ase_fastuma.kernels.linear import RowGroups
-from ase_fastuma.kernels.many_neighbours import Bins, NeighbourLists, Systems, bins_of, neighbour_lists
+from ase_fastuma.kernels.many_neighbours import (
+    Bins,
+    EdgeRoom,
+    NeighbourLists,
+    Systems,
+    bins_of,
+    neighbour_lists,
+    neighbour_lists_within,
+)
 from ase_fastuma.network import Mixture
 from ase_fastuma.replay import EdgeInputs
 from ase_fastuma.system import COINCIDENT, System
@@ -46,6 +54,7 @@ class Pack:
         order: index of each in the order in which they were given.
         mixtures: the different mixtures among them.
         starts: first system of each mixture, and the number of systems.
+        first_atoms: first atom of each mixture [G], int64.
         systems: their sizes.
         numbers: atomic numbers [N]; those of mixture g are raised by g * Z, as `Network` wants them.
         pbc: which axes are periodic [S, 3].
@@ -55,6 +64,7 @@ class Pack:
     order: list[int]
     mixtures: tuple[Mixture, ...]
     starts: list[int]
+    first_atoms: Tensor
     systems: Systems
     numbers: Tensor
     pbc: Tensor
@@ -80,12 +90,15 @@ class Pack:
             mixture=uploaded(group_of).repeat_interleave(lengths, output_size=num_atoms),
             atom_rows=RowGroups([0, num_atoms], device),
         )
+        starts = [*(group_of.index(g) for g in range(len(different))), len(order)]
+        packed = Systems.of(sizes, device)
         raised = [system.numbers + g * numbers for system, g in zip(ordered, group_of, strict=True)]
         return cls(
             order=order,
             mixtures=tuple(different),
-            starts=[group_of.index(g) for g in range(len(different))] + [len(order)],
-            systems=Systems.of(sizes, device),
+            starts=starts,
+            first_atoms=uploaded([packed.starts[system] for system in starts[:-1]]),
+            systems=packed,
             numbers=uploaded(np.concatenate(raised)),
             pbc=uploaded(np.stack([system.pbc for system in ordered])),
             members=members,
@@ -116,6 +129,20 @@ class Pack:
         )
         groups = RowGroups([found.starts[system] for system in self.starts], positions.device)
         return inputs, dataclasses.replace(self.members, edge_groups=groups)
+
+    def find_within(self, positions: Tensor, bins: Bins, room: EdgeRoom) -> tuple[EdgeInputs, Members, Tensor]:
+        """`find` in kernels, in a room of fixed size (OUTPUT), without waiting for the device.
+
+        The last result is the search's summary: number of edges, most edges into one atom, least squared length. What
+        is beyond the edges found counts towards the last mixture.
+        """
+        found = neighbour_lists_within(positions, bins, self.systems, room)
+        starts = (found.row_start, found.row_start)  # a complete list is symmetric
+        inputs = EdgeInputs(self.numbers, *starts, room.vectors, room.source, room.target, found.by_source)
+        capacity = len(room.source)
+        firsts = found.row_start[self.first_atoms]
+        groups = RowGroups(torch.cat([firsts, torch.full_like(firsts[:1], capacity)]), positions.device, capacity)
+        return inputs, dataclasses.replace(self.members, edge_groups=groups), found.summary
 
     def _coincidence(self, found: NeighbourLists) -> ValueError:
         closest = int(found.edges.vectors.norm(dim=1).argmin())

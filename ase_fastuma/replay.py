@@ -7,6 +7,7 @@ the present edges are valid edges that no sum reaches.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -49,18 +50,53 @@ class EdgeInputs(NamedTuple):
         """E."""
         return self.vectors.shape[0]
 
+    @property
+    def symmetric(self) -> bool:
+        """Whether each edge has its reverse: no neighbour cap has removed any."""
+        return self.source_start is self.target_start
+
 
 Step = Callable[[EdgeInputs], Tensor]
 
 
-def _spare(num_edges: int) -> int:
+class Recorded(NamedTuple):
+    """A CUDA graph, and where in pinned host memory it leaves what the host has to know."""
+
+    graph: torch.cuda.CUDAGraph
+    told: Tensor
+
+    def run(self) -> Tensor:
+        """Replay, wait for the end and return what is told; the next run overwrites it."""
+        self.graph.replay()
+        torch.cuda.current_stream().synchronize()
+        return self.told
+
+
+def record(body: Callable[[], Tensor], pool: Any = None) -> Recorded:
+    """Record what `body` does on the current device; the host is told what it returns.
+
+    The body runs once before, so that nothing compiles while recording.
+    """
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        out = body()
+        told = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
+        del out
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        told.copy_(body(), non_blocking=True)
+    return Recorded(graph, told)
+
+
+def spare(num_edges: int) -> int:
     """Spare edges: what a thermal trajectory adds and loses, without much padded work."""
     return num_edges // 25 + 256
 
 
 def capacity(num_edges: int) -> int:
     """Room for so many edges and the spare ones, in steps of 64."""
-    return -(-(num_edges + _spare(num_edges)) // 64) * 64
+    return -(-(num_edges + spare(num_edges)) // 64) * 64
 
 
 class _Recording:
@@ -72,7 +108,6 @@ class _Recording:
         self._room = EdgeRoom.of(capacity, cutoff, device)
         self._input = torch.zeros(4 * num_atoms + NUMBERS, dtype=torch.float64).pin_memory()
         self._on_device = torch.empty_like(self._input, device=device)
-        self._graph = torch.cuda.CUDAGraph()
 
     def fill(self, system: System) -> None:
         """Write a system where the graph reads it."""
@@ -82,16 +117,8 @@ class _Recording:
         values[4 * n :] = search_numbers(system.cell, system.pbc.tolist(), self._cutoff, n)
 
     def record(self, step: Step) -> None:
-        """Record for the system that is filled in; it runs once before, so that nothing compiles while recording."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            out = self._body(step)
-            self._output = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
-            del out
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(self._graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            self._output.copy_(self._body(step), non_blocking=True)
+        """Record for the system that is filled in."""
+        self._recorded = record(functools.partial(self._body, step), self._pool)
 
     def _body(self, step: Step) -> Tensor:
         n = self._num_atoms
@@ -105,9 +132,7 @@ class _Recording:
 
     def run(self) -> np.ndarray:
         """Evaluate what is filled in: the step's result, then the summary of the search."""
-        self._graph.replay()
-        torch.cuda.current_stream().synchronize()
-        return self._output.numpy().copy()
+        return self._recorded.run().numpy().copy()
 
 
 @dataclass
@@ -145,7 +170,7 @@ class Replays:
         if entry is None or entry.last is None:
             return None
         self._entries.move_to_end(key)
-        fitting = [r for r in entry.recordings if 0 <= r.capacity - entry.last <= 3 * _spare(entry.last)]
+        fitting = [r for r in entry.recordings if 0 <= r.capacity - entry.last <= 3 * spare(entry.last)]
         if fitting:
             recording = min(fitting, key=lambda r: r.capacity)
             recording.fill(system)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ._binning import FEWEST_BINS, Bins, plan
-from .neighbours import Edges, NeighbourList, assemble, count, fill, search_plain
+from .neighbours import EdgeRoom, Edges, FoundEdges, NeighbourList, assemble, count, fill, search_plain, within
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,16 @@ def neighbour_lists(
     if edges.capped:
         starts = edges.row_start[systems.first_atom].tolist()
     return NeighbourLists(edges, starts)
+
+
+@torch.no_grad()
+def neighbour_lists_within(positions: Tensor, bins: Bins, systems: Systems, room: EdgeRoom) -> FoundEdges:
+    """`neighbour_lists` in kernels, without waiting for the device, so that a CUDA graph may hold it; see there.
+
+    The edges go into `room` (OUTPUT). They mean nothing where `bins.sound` does not hold, or where the least length is
+    NaN: then a position is not finite.
+    """
+    return within(count(positions, bins.box, bins.grid, systems.num_bins, systems.of_atom), room)
 
 
 def _search_triton(positions: Tensor, bins: Bins, systems: Systems) -> tuple[Edges, list[int]]:

@@ -18,7 +18,7 @@ from ase.build import bulk, molecule
 from devices import DEVICES
 from tolerances import SAME_STRUCTURE
 
-from ase_fastuma import FastUMACalculator
+from ase_fastuma import FastUMACalculator, resident
 from ase_fastuma.engine import FusedBackend
 from ase_fastuma.selection import Selection
 
@@ -167,6 +167,17 @@ def test_constant_energy(model: Callable) -> None:
     assert (drifted < 0.02 * exchanged).all()
 
 
+def test_batches_of_torchsim(model: Callable) -> None:
+    """Its autobatcher packs systems into passes of its own, which changes nothing."""
+    tested, structures = model(precision="float64"), crystals()
+    whole = tested(state_of(structures, tested))
+    batcher = ts.BinningAutoBatcher(tested, memory_scales_with="n_atoms", max_memory_scaler=9)
+    found = ts.static(structures, tested, autobatcher=batcher)
+    assert len(batcher.batched_states) > 1
+    torch.testing.assert_close(torch.cat([f["potential_energy"] for f in found]), whole["energy"], rtol=0, atol=1e-8)
+    torch.testing.assert_close(torch.cat([f["forces"] for f in found]), whole["forces"], rtol=0, atol=1e-8)
+
+
 # ------------------------------------------------------------------------------------------------------- on the device
 
 
@@ -206,42 +217,37 @@ def watched(fused: FastUMAModel, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_molecules_on_the_device(fused: FastUMAModel, oracle: FastUMACalculator, watched: list[str]) -> None:
-    """Mixtures in turn, a lone atom in their midst."""
-    molecules = [molecule("OH"), systems.water(), Atoms("He"), molecule("OH")]
-    assert_equal(fused(state_of(molecules, fused)), molecules, oracle, "accurate")
+    """Mixtures in turn, a lone atom in their midst, which becomes another in place."""
+    molecules = [molecule("OH"), Atoms("He"), molecule("OH")]
+    state = state_of(molecules, fused)
+    assert_equal(fused(state), molecules, oracle, "accurate")
     assert watched == ["atoms"]
+    state.atomic_numbers[2] = 10
+    assert_equal(fused(state), [molecules[0], Atoms("Ne"), molecules[2]], oracle, "accurate")
 
 
 def test_crystals_that_move_on_the_device(fused: FastUMAModel, oracle: FastUMACalculator, watched: list[str]) -> None:
     """Positions and cells change, in new tensors and in place; nothing else is looked up again."""
-    chain = Atoms("LiF", positions=[[0, 0, 0], [1.7, 0, 0]], cell=[9, 9, 4.8], pbc=True)
-    crystals = [Atoms("Al", cell=[9, 8, 4.5], pbc=True), chain]
+    crystals = [
+        Atoms("Al", cell=[9, 8, 4.5], pbc=True),
+        Atoms("LiF", positions=[[0, 0, 0], [5.5, 0, 0]], cell=[12, 9, 6], pbc=True),
+    ]
     state = state_of(crystals, fused)
-    assert_equal(fused(state), crystals, oracle, "accurate")
+    fused(state)
     state.positions = state.positions + torch.tensor([0.3, -7.0, 0.0], dtype=fused.dtype, device=fused.device)
-    state.positions[2] += 0.4
-    state.cell[1] *= 1.02
+    state.positions[2] += torch.tensor([-3.8, 0.2, 12.3], dtype=fused.dtype, device=fused.device)
+    state.cell[1, :, 2] *= 0.8
     for atoms in crystals:
         atoms.positions += [0.3, -7.0, 0.0]
-    crystals[1].positions[1] += 0.4
-    crystals[1].cell *= 1.02
+    crystals[1].positions[1] += [-3.8, 0.2, 12.3]
+    crystals[1].cell[2] *= 0.8
     assert_equal(fused(state), crystals, oracle, "accurate")
     assert watched == ["atoms"]
 
 
-def test_other_atoms_are_noticed(fused: FastUMAModel, oracle: FastUMACalculator) -> None:
-    """Written in place, and replaced."""
-    state = state_of([Atoms("He")], fused)
-    first = float(fused(state)["energy"])
-    state.atomic_numbers[0] = 10
-    for neon in (state, state_of([Atoms("Ne")], fused)):
-        assert float(fused(neon)["energy"]) == pytest.approx(oracle.get_potential_energy(Atoms("Ne")), abs=1e-5)
-    assert abs(first - oracle.get_potential_energy(Atoms("Ne"))) > 0.1
-
-
 def test_faults_on_the_device(fused: FastUMAModel, watched: list[str]) -> None:
     """Positions that cannot be meant are named, whenever they come."""
-    structures = [Atoms("He"), molecule("OH")]
+    structures = [Atoms("He"), Atoms("HeNe", positions=[[0, 0, 0], [6, 0, 0]])]
     state = state_of(structures, fused)
     good = fused(state)["energy"]
     state.positions[2] = state.positions[1]
@@ -252,8 +258,61 @@ def test_faults_on_the_device(fused: FastUMAModel, watched: list[str]) -> None:
     state.positions[2] = torch.nan
     with pytest.raises(ValueError, match="got NaN or infinity for atoms 1"):
         fused(state)
-    assert torch.equal(fused(state_of(structures, fused))["energy"], good)
+    state.positions[2] = torch.tensor([6.0, 0.0, 0.0])
+    assert torch.equal(fused(state)["energy"], good)
     assert watched.count("host") == 3
+
+
+@pytest.fixture
+def recorded(fused: FastUMAModel, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is recorded and replayed: at once, with room for two more edges, and on the CPU without a CUDA graph."""
+    done: list[str] = []
+    original = resident.record if fused.device.type == "cuda" else lambda body: SimpleNamespace(run=body)
+
+    def record(body: Callable[[], torch.Tensor]) -> Any:
+        done.append("record")
+        graph = original(body)
+        return SimpleNamespace(run=lambda: (done.append("replay"), graph.run())[1])
+
+    monkeypatch.setattr(resident, "record", record)
+    monkeypatch.setattr(resident, "_PATIENCE", 0)
+    monkeypatch.setattr(resident, "capacity", lambda num_edges: num_edges + 2)
+    monkeypatch.setattr(resident, "spare", lambda num_edges: 2)
+    monkeypatch.setattr(FusedBackend, "recordable", lambda self, num_edges: True)
+    return done
+
+
+def test_recorded_passes(fused: FastUMAModel, recorded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if nothing were recorded, bit by bit: with other edges, in another cell, past the room, and after a fault."""
+    pair = Atoms("HeNe", positions=[[0, 0, 0], [4, 0, 0]], cell=[20, 20, 9], pbc=True)
+    state = state_of([pair, Atoms("He", cell=[20, 20, 9], pbc=True)], fused)
+
+    def compare(wanted: list[str]) -> None:
+        del recorded[:]
+        results = fused(state)
+        assert recorded == wanted
+        with monkeypatch.context() as patch:
+            patch.setattr(resident, "_PATIENCE", 99)
+            for name, value in FastUMAModel(fused.calculator, compute_stress=True)(state).items():
+                assert torch.equal(value, results[name]), name
+
+    fused(state)
+    assert recorded == ["record"]
+    state.positions[1, 1] = 1.0
+    state.cell[1, 2, 2] = 4.5  # two edges to images along z: as many as there is room for
+    compare(["replay"])
+    if fused.device.type == "cpu":
+        return  # the interpreter is slow
+    state.cell[0, 2, 2] = 4.5
+    compare(["replay", "record"])
+    good = state.positions[1].clone()
+    state.positions[1] = state.positions[0]
+    with pytest.raises(ValueError, match="atoms 0 and 1 coincide"):
+        fused(state)
+    state.positions[1] = good
+    compare(["record"])
+    state.positions[1, 0] = 9.0  # fewer edges
+    compare(["replay"])
 
 
 @pytest.mark.parametrize("device", DEVICES)
