@@ -53,7 +53,9 @@ class RowGroups:
     def tiles(self, rows: int) -> Tensor:
         """Group, first row and end of the rows of each tile of so many rows [3, T], int64; kept. Empty tiles end it."""
         if rows not in self._tiles:
-            tile = torch.arange(self.num_rows // rows + self.num_groups, device=self.first.device)
+            # An even number, so that each of the three rows begins where a compiled kernel may expect it to.
+            most = (self.num_rows // rows + self.num_groups + 1) // 2 * 2
+            tile = torch.arange(most, device=self.first.device)
             tiles = (self.counts + rows - 1) // rows  # of each group
             ends = tiles.cumsum(0)
             # Tiles beyond the last one lie past the end of the last group.
