@@ -39,7 +39,10 @@ from .operand import (
 )
 
 
-@kernel(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["x_unscale", "out_unscale"])
+@kernel(
+    do_not_specialize=["num_rows", "num_biased"],
+    do_not_specialize_on_alignment=["x_unscale", "bias", "out_unscale"],
+)
 def _block_linear_kernel(
     x_high,
     x_low,
@@ -55,16 +58,16 @@ def _block_linear_kernel(
     tile_group,
     tile_first,
     tile_last,
-    K0: tl.constexpr,
-    K1: tl.constexpr,
-    K2: tl.constexpr,
-    N0: tl.constexpr,
-    N1: tl.constexpr,
-    N2: tl.constexpr,
+    num_biased,
+    K0,
+    K1,
+    K2,
+    N0,
+    N1,
+    N2,
     ALIGNED: tl.constexpr,
     EVEN_K: tl.constexpr,
     SPLIT: tl.constexpr,
-    BIAS: tl.constexpr,
     HALF: tl.constexpr,
     GROUPED: tl.constexpr,
     IN_PLACE: tl.constexpr,
@@ -74,11 +77,12 @@ def _block_linear_kernel(
 ):
     """One tile of one block: x [M, K_b] times W_b, whose transpose [N_b, K_b] is stored row by row.
 
-    IN_PLACE: W_b [K_b, N_b] itself is stored row by row.
+    The bias is that of the first block's first `num_biased` columns. IN_PLACE: W_b [K_b, N_b] itself is stored row by
+    row. Sizes are no constants: layers of all shapes share what is compiled.
     """
-    T0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
-    T1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
-    T2: tl.constexpr = (N2 + BLOCK_N - 1) // BLOCK_N
+    T0 = tl.cdiv(N0, BLOCK_N)
+    T1 = tl.cdiv(N1, BLOCK_N)
+    T2 = tl.cdiv(N2, BLOCK_N)
     # Column tiles run innermost, so that a tile of rows is read from memory once and then from the L2 cache.
     i_tile = tl.program_id(0) % (T0 + T1 + T2)
     i_m = tl.program_id(0) // (T0 + T1 + T2)
@@ -150,9 +154,8 @@ def _block_linear_kernel(
         sums *= tl.load(w_unscale)
     else:
         sums *= tl.load(w_unscale + o_first + columns, mask=m_n, other=0.0)[None, :]
-    if BIAS:
-        biased = tl.where(in_1, 0, width)  # the first block alone
-        sums += tl.load(bias + columns, mask=columns < biased, other=0.0)[None, :]
+    biased = tl.where(in_1, 0, num_biased)
+    sums += tl.load(bias + columns, mask=columns < biased, other=0.0)[None, :]
     out += first * (N0 + N1 + N2) + o_first
     o_offset = rows[:, None] * (N0 + N1 + N2) + columns[None, :]
     if HALF:
@@ -205,7 +208,7 @@ def block_weights(matrices: list[Tensor], bias: Tensor | None, kind: str) -> Blo
     bounds = [_bound(rows, b) for rows, b in ((forward, bias), (backward, None))] if kind == "half" else (None, None)
     if num_groups is not None:
         return BlockWeights(kind, shapes, kept, bias, num_groups, _in_groups(forward, kind), None, *bounds)
-    stored = (_join([to_operand(m[0], kind) for m in rows]) for rows in (forward, backward))
+    stored = (_join([rows_in_halves(m[0], kind) for m in rows]) for rows in (forward, backward))
     return BlockWeights(kind, shapes, kept, bias, None, *stored, *bounds)
 
 
@@ -304,21 +307,17 @@ def block_matmul(
         w.low,
         w.unscale,
         bound,
-        bias,
+        w.unscale if bias is None else bias,
         out.high,
         out.unscale,
         rows,
         *((None, None, None) if row_tiles is None else row_tiles),
-        K0=k0,
-        K1=k1,
-        K2=k2,
-        N0=n0,
-        N1=n1,
-        N2=n2,
+        0 if bias is None else n0,
+        *(k0, k1, k2),
+        *(n0, n1, n2),
         ALIGNED=all(size % 16 == 0 for size in (k0, k1, k2, *((n0, n1, n2) if in_place else ()))),
         EVEN_K=all(k % tile.k == 0 for k in (k0, k1, k2)),
         SPLIT=SPLIT_OF_KIND[x.kind],
-        BIAS=bias is not None,
         HALF=half,
         GROUPED=grouped,
         IN_PLACE=in_place,
