@@ -35,7 +35,7 @@ with warnings.catch_warnings():
 TASK = "omat"
 PEER = "torchsim:fairchem"
 ENERGY_INTERVAL = 5  # steps
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def replicas(count: int, size: int) -> list[Atoms]:

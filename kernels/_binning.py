@@ -89,7 +89,7 @@ def plan(cells: Tensor, periodic: Tensor, cutoff: float, atoms: Tensor, first_bi
     served = torch.where(periodic & sound, heights, reach)
     number, left = _shared((served / reach).floor().clamp(min=1), atoms.clamp(min=FEWEST_BINS).double())
     # Open axes share what the periodic ones leave.
-    share = _root(left, (~periodic).sum(1).clamp(min=1))[:, None]
+    share = _root(left, (~periodic).sum(1).clamp(min=1).double())[:, None]
     number = torch.where(periodic, number, share)
     images = (reach * number / served).ceil()  # 1 unless the whole cell is thinner than reach
     # Bins repeat along an open axis: none may be visited twice.
