@@ -427,7 +427,7 @@ class _Balance(torch.autograd.Function):
         if lengths is None:
             shift = scalars.mean(dim=0) - total / x.shape[0]
         else:
-            shift = torch.segment_reduce(scalars.contiguous(), "sum", lengths=lengths) - total
+            shift = torch.segment_reduce(scalars.contiguous(), "sum", lengths=lengths, unsafe=True) - total
             shift = (shift / lengths[:, None]).repeat_interleave(lengths, dim=0, output_size=x.shape[0])
         out = x.clone()
         out[:, 0, channels] = scalars - shift

@@ -82,4 +82,5 @@ def forces_and_virial(
         virials = torch.zeros_like(virials).index_add(0, target, vectors.double()[:, :, None] * gradient[:, None, :])
     if lengths is None:
         return forces, virials.sum(dim=0)
-    return forces, torch.segment_reduce(virials.flatten(1), "sum", lengths=lengths).view(-1, 3, 3)
+    # "unsafe" leaves out checks that would wait for the device.
+    return forces, torch.segment_reduce(virials.flatten(1), "sum", lengths=lengths, unsafe=True).view(-1, 3, 3)
