@@ -45,6 +45,13 @@ class Backend(Protocol):
         """
         ...
 
+    def hessian(self, system: System, indices: np.ndarray) -> np.ndarray:
+        """The Hessian's block (eV/A^2) of the atoms `indices` [n]: float64 [3 n, 3 n]; for conservative models.
+
+        Exact; nothing of it is kept.
+        """
+        ...
+
     def hessian_products(self, system: System, directions: np.ndarray) -> np.ndarray:
         """Products of the Hessian (eV/A^2) with directions, both float64 [k, N, 3]; for conservative models.
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from ase_fastuma import curvature
 from ase_fastuma.experts import mixture_key
 from ase_fastuma.graph import build_graph, upload
-from ase_fastuma.hessian import at_a_time, products
+from ase_fastuma.hessian import at_a_time, hessian_of_products, products, unit_directions
 from ase_fastuma.kernels import convolution, reference
 from ase_fastuma.kernels._compile import dry_run
 from ase_fastuma.kernels._launch import runs_kernels
@@ -78,6 +79,7 @@ class FusedBackend:
         self._networks = Networks(checkpoint, self._device, self._kind, tables=not self._plain)
         # What kernels depend on but for the model: which evaluations have had theirs compiled.
         self._compiled: set[tuple[bool, bool, int]] = set()
+        self._compiled_hessians: set[tuple[int, int]] = set()
         self._replays = Replays(self._architecture.cutoff, self._architecture.max_neighbors)
 
     # ------------------------------------------------------------------------------------------------ the interface
@@ -134,6 +136,45 @@ class FusedBackend:
             return None
         settings = dataclasses.replace(self._settings, precision=SAFER[self._precision])
         return FusedBackend(self._checkpoint, settings, self._plain)
+
+    def hessian(self, system: System, indices: np.ndarray) -> np.ndarray:
+        """See `backend.Backend.hessian`. Through the kernels, float32-grade at least."""
+        if self._kind == "half" and self._safer is not None:
+            return self._safer.hessian(system, indices)
+        num_nodes, size, channels = len(system.numbers), 3 * len(indices), self._architecture.sphere_channels
+        needed = curvature.node_bytes(size, num_nodes, channels, self._dtype.itemsize)
+        if self._plain or (self._device.type == "cuda" and needed > self._free_memory() / 2):
+            return hessian_of_products(self, system, indices)
+        with self._on_device(), ieee_products(), torch.inference_mode(False), torch.enable_grad():
+            network, inputs = self._networks.of(system), self._inputs(system)
+            if inputs.num_edges == 0:
+                return np.zeros((size, size))
+            directions = upload(unit_directions(indices, num_nodes), self._device).to(self._dtype)
+            members = Members(system.charge, system.spin)
+            geometry = self._geometry(network, members, inputs)
+            kernels = (size.bit_length(), inputs.num_edges.bit_length())
+            if kernels not in self._compiled_hessians:
+                self._compiled_hessians.add(kernels)
+                with dry_run():
+                    self._curvature(network, members, inputs, geometry, directions)
+            found = self._curvature(network, members, inputs, geometry, directions).cpu().numpy()
+        return found * self._checkpoint.tasks[system.task].rmsd
+
+    def _curvature(
+        self,
+        network: Network,
+        members: Members,
+        inputs: EdgeInputs,
+        geometry: convolution.Geometry,
+        directions: Tensor,
+    ) -> Tensor:
+        """Second derivatives along directions [K, N, 3]: float64 [K, K], before normalisation."""
+        arch = self._architecture
+        vectors, trace = geometry.vectors.detach().requires_grad_(), list[Tensor]()
+        energy = self._atomic_energies(network, members, geometry, vectors, inputs.numbers, trace).sum()
+        balanced = [c for c in (arch.charge_balanced_channels, arch.spin_balanced_channels) if c]
+        slices = [slice(min(channels), max(channels) + 1) for channels in balanced]
+        return curvature.hessian(energy, trace, network, geometry, inputs, directions, slices)
 
     def hessian_products(self, system: System, directions: np.ndarray) -> np.ndarray:
         """See `backend.Backend.hessian_products`.
@@ -340,23 +381,37 @@ class FusedBackend:
         geometry: convolution.Geometry,
         vectors: Tensor,
         numbers: Tensor,
+        trace: list[Tensor] | None = None,
     ) -> Tensor:
-        """The network's output for each atom [N], in float64, before normalisation."""
+        """The network's output for each atom [N], in float64, before normalisation.
+
+        With `trace` each step's results are added to it, in the order of `curvature.hessian`.
+        """
+
+        def traced(*results: Tensor) -> None:
+            if trace is not None:
+                trace.extend(results)
+
         if self._plain:
             x = convolution.edge_degree_reference(vectors, geometry, network.degree_radial, network.degree_out)
         else:
             x = convolution.edge_degree(vectors, geometry, network.degree_radial, network.degree_out, self._kind)
+        traced(x)
         scalars = torch.zeros_like(x)
         scalars[:, 0] = network.atoms[numbers]
         x, h = self._add_norm(x, scalars, network.norms[0], members)
+        traced(x, h)
         convolve = convolution.edge_convolution_reference if self._plain else convolution.edge_convolution
         for layer, norm in zip(network.layers, network.norms[1:], strict=True):
-            x, h = self._add_norm(x, convolve(h, vectors, geometry, layer.convolution), layer.norm, members)
+            convolved = convolve(h, vectors, geometry, layer.convolution)
+            x, h = self._add_norm(x, convolved, layer.norm, members)
             update = layer.atomwise.plain(h) if self._plain else atomwise(h, layer.atomwise)
+            traced(convolved, x, h, update)
             if self._balanced:
                 x, h = self._add_norm(self._balance(x + update, members), None, norm, members)
             else:
                 x, h = self._add_norm(x, update, norm, members)
+            traced(x, h)
         hidden, (*inner, last) = h[:, 0], network.head
         for weights in inner:
             hidden = silu(self._linear(hidden, weights, members))

@@ -21,7 +21,7 @@ import torch
 
 from ase_fastuma.checkpoint import Checkpoint, CheckpointError
 from ase_fastuma.experts import mixture_key
-from ase_fastuma.hessian import at_a_time, products
+from ase_fastuma.hessian import at_a_time, hessian_of_products, products
 from ase_fastuma.kernels.operand import ieee_products
 from ase_fastuma.settings import Settings
 from ase_fastuma.system import System
@@ -125,6 +125,10 @@ class GeneralBackend:
             yield found
         finally:
             hook.remove()
+
+    def hessian(self, system: System, indices: np.ndarray) -> np.ndarray:
+        """See `Backend.hessian`."""
+        return hessian_of_products(self, system, indices)
 
     def hessian_products(self, system: System, directions: np.ndarray) -> np.ndarray:
         """See `Backend.hessian_products`. Raises ValueError where two atoms coincide."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ase_fastuma.evaluation import evaluate_products
+from ase_fastuma.evaluation import evaluate_hessian
 
 if TYPE_CHECKING:
     from ase_fastuma.backend import Backend
@@ -63,15 +63,26 @@ def products(
     return found
 
 
+def unit_directions(indices: np.ndarray, num_atoms: int) -> np.ndarray:
+    """Each of the atoms `indices` [n] along each axis: [3 n, N, 3]."""
+    size = 3 * len(indices)
+    directions = np.zeros((size, num_atoms, 3))
+    directions[np.arange(size), np.repeat(indices, 3), np.tile(np.arange(3), len(indices))] = 1.0
+    return directions
+
+
+def hessian_of_products(backend: Backend, system: System, indices: np.ndarray) -> np.ndarray:
+    """See `Backend.hessian`: made of products with unit directions."""
+    products_of_axes = backend.hessian_products(system, unit_directions(indices, len(system.numbers)))
+    return products_of_axes[:, indices].reshape(3 * len(indices), -1)
+
+
 def analytic_hessian(backend: Backend, system: System, indices: np.ndarray) -> np.ndarray:
     """The Hessian's block of the atoms `indices` [n]: float64 [3 n, 3 n] in eV/A^2, symmetric.
 
-    Raises what `evaluation.evaluate_products` raises.
+    Raises what `evaluation.evaluate_hessian` raises.
     """
-    size = 3 * len(indices)
-    directions = np.zeros((size, len(system.numbers), 3))
-    directions[np.arange(size), np.repeat(indices, 3), np.tile(np.arange(3), len(indices))] = 1.0
-    block = evaluate_products(backend, system, directions)[:, indices].reshape(size, size)
+    block = evaluate_hessian(backend, system, indices)
     return (block + block.T) / 2
 
 

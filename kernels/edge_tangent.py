@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._compile import kernel
 from ._device import (
     frame,
     load_l_major,
@@ -222,7 +223,7 @@ def _end_tangent(dx, dx_stride, x, x_stride, radial, slope, grad, stride, mask, 
     return y0, y1, y2, y3, y4, y5, y6, y7, y8, along, tx, tz
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["num_directions", "num_edges", "num_nodes"],
     do_not_specialize_on_alignment=["vectors", "dv", "source", "target", "unscale", "cross"],
 )
@@ -339,7 +340,7 @@ def _end_curvature(x, radial, slope, curvature, grad, C: tl.constexpr, mask, c, 
     return first, second, tx, tz, dtx, dtz, qxx, qxz, qzz
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["num_edges"],
     do_not_specialize_on_alignment=["vectors", "source", "target", "out"],
 )
@@ -491,7 +492,7 @@ def _load_messages(z, edges, channels, mask, C: tl.constexpr, M0: tl.constexpr):
         return load_m_major(z + edges * (9 * C) + channels, C, mask, 1.0)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["first_target", "num_edges", "num_nodes"],
     do_not_specialize_on_alignment=["vectors", "dv", "weight", "weight_slope", "target_start", "cross"],
 )
@@ -578,7 +579,7 @@ def _rotate_back_sum_tangent_kernel(
     store_sums(at, stride, tl.arange(0, BLOCK_C) < C, a0, a1, a2, a3, a4, a5, a6, a7, a8, False)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["num_edges"],
     do_not_specialize_on_alignment=["vectors", "weight", "weight_slope", "weight_curvature", "target", "out"],
 )

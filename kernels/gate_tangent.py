@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._compile import kernel
 from ._device import max_abs, power_of_two_scale, store_value
 from ._launch import edge_tile
 from .layout import NUM_COEFFICIENTS, NUM_GATES
@@ -67,7 +68,7 @@ def _value_tangent(t_at, x_at, g_at, stride, mask, i: tl.constexpr, s, slope, t_
     return s * t + slope * v * t_gate, g * v, g * t
 
 
-@triton.jit(do_not_specialize=["num_directions", "num_rows"])
+@kernel(do_not_specialize=["num_directions", "num_rows"])
 def _gate_tangent_kernel(
     t,
     x,

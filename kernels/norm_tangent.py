@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._compile import kernel
 from ._device import load_l_major
 from ._launch import edge_tile
 from .layout import NUM_COEFFICIENTS
@@ -28,7 +29,7 @@ def _row_sum(x):
     return tl.sum(x, axis=1)[:, None]
 
 
-@triton.jit(do_not_specialize=["num_directions", "num_nodes"], do_not_specialize_on_alignment=["weight"])
+@kernel(do_not_specialize=["num_directions", "num_nodes"], do_not_specialize_on_alignment=["weight"])
 def _add_rms_norm_tangent_kernel(
     dx,
     dy,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from devices import DEVICES
 from tolerances import HESSIAN
 
-from ase_fastuma import FastUMACalculator, finite_differences, hessian
+from ase_fastuma import FastUMACalculator, curvature, finite_differences, hessian
 from ase_fastuma.checkpoint import load_checkpoint
 from ase_fastuma.engine import FusedBackend
 from ase_fastuma.evaluation import evaluate_products
@@ -47,20 +48,41 @@ def settings(device: str = "cpu", precision: str = "float64", **others: object) 
 @pytest.mark.parametrize("name", STRUCTURES)
 @pytest.mark.parametrize("device", DEVICES)
 def test_fused_equals_general_mode(standin: Path, name: str, device: str) -> None:
+    """By products of the plain form on the CPU, through the kernels on a GPU."""
     checkpoint = load_checkpoint(standin)
     want = whole(GeneralBackend(checkpoint, settings()), *STRUCTURES[name])
-    got = whole(FusedBackend(checkpoint, settings(device)), *STRUCTURES[name])
+    got = whole(FusedBackend(checkpoint, settings(device), plain=device == "cpu"), *STRUCTURES[name])
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-8 * np.abs(want).max())
     if name in ("molecule", "salt"):
         assert np.abs(want).max() > 0.1
 
 
+@pytest.mark.parametrize("precision", ["accurate", "fast", "float32"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_float32_modes(standin: Path, device: str) -> None:
+def test_float32_modes(standin: Path, device: str, precision: str) -> None:
     checkpoint = load_checkpoint(standin)
     want = whole(GeneralBackend(checkpoint, settings()), *STRUCTURES["molecule"])
-    got = whole(FusedBackend(checkpoint, settings(device, "accurate")), *STRUCTURES["molecule"])
+    got = whole(FusedBackend(checkpoint, settings(device, precision), plain=device == "cpu"), *STRUCTURES["molecule"])
     np.testing.assert_allclose(got, want, rtol=0, atol=HESSIAN["accurate"])
+
+
+@pytest.mark.parametrize(
+    ("hyper", "rows"),
+    [({"spin_balanced_channels": [2]}, 1), ({"act_type": "s2", "charge_balanced_channels": []}, 100)],
+    ids=["atom after atom", "all edges at once"],
+)
+@pytest.mark.parametrize("device", DEVICES)
+def test_through_the_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, hyper: dict, rows: int
+) -> None:
+    """On a CPU interpreted, hence so small."""
+    checkpoint = load_checkpoint(standin_module.write(tmp_path / "small.pt", channels=4, layers=1, **hyper))
+    atoms = Atoms("OH", positions=[[0.1, 0.2, -0.1], [0.4, 0.8, 0.3]])
+    want = whole(GeneralBackend(checkpoint, settings()), atoms, "omol", -1, 1)
+    assert np.abs(want).max() > 0.01
+    monkeypatch.setattr(curvature, "_ROWS", rows)
+    got = whole(FusedBackend(checkpoint, settings(device)), atoms, "omol", -1, 1)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -141,8 +163,8 @@ def test_number_of_directions_at_once_changes_nothing(standin: Path, monkeypatch
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
-@pytest.mark.parametrize("backend", [GeneralBackend, FusedBackend])
-def test_callers_own_torch_modes_do_not_matter(tmp_path: Path, backend: type, mode: Callable) -> None:
+@pytest.mark.parametrize("backend", [GeneralBackend, functools.partial(FusedBackend, plain=True)])
+def test_callers_own_torch_modes_do_not_matter(tmp_path: Path, backend: Callable, mode: Callable) -> None:
     """Nor while the checkpoint is loaded and the backend made."""
     path = standin_module.write(tmp_path / "standin.pt", layers=1)
     system = System.from_atoms(systems.water(), "omol", 0, 1, CUTOFF)
@@ -265,14 +287,14 @@ def test_vectors_of_another_shape(standin: Path, vectors: np.ndarray) -> None:
 def test_what_goes_wrong_says_so(make: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     calc, atoms = make(), systems.water()
     backend = type(calc._running.backend)
-    monkeypatch.setattr(backend, "hessian_products", lambda self, system, directions: np.full_like(directions, np.nan))
+    monkeypatch.setattr(backend, "hessian", lambda self, system, indices: np.full((9, 9), np.nan))
     with pytest.raises(FloatingPointError, match="hessian: expected finite numbers"):
         calc.get_hessian(atoms)
 
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(backend, "hessian_products", full)
+    monkeypatch.setattr(backend, "hessian", full)
     with pytest.raises(MemoryError, match="second derivatives of 3 atoms; get_hessian with method='finite-difference'"):
         calc.get_hessian(atoms)
     atoms.positions[1] = atoms.positions[0]

@@ -1,0 +1,152 @@
+"""The Hessian of the fused network: tangents forward through every operation, with the adjoints of one evaluation.
+
+The Hessian along directions u, v is the sum over all operations of u S'' v, where S is an operation's outputs times
+their adjoints, held fixed, and u and v stand for the tangents of its inputs. The adjoints come from one backward pass;
+tangents of all directions then go through the layers side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ase_fastuma.kernels.atomwise_tangent import atomwise_tangent
+from ase_fastuma.kernels.convolution import Geometry
+from ase_fastuma.kernels.convolution_tangent import Part, add_gram, edge_convolution_tangent, edge_degree_tangent
+from ase_fastuma.kernels.edge import EdgeList
+from ase_fastuma.kernels.edge_tangent import Radials
+from ase_fastuma.kernels.layout import NUM_COEFFICIENTS
+from ase_fastuma.kernels.linear import BlockWeights
+from ase_fastuma.kernels.norm_tangent import add_rms_norm_tangent
+from ase_fastuma.kernels.radial_tangent import envelope_curvature, hidden_with_curvature
+from ase_fastuma.network import Network, Norm
+
+if TYPE_CHECKING:
+    from ase_fastuma.replay import EdgeInputs
+
+# Rows (edges times directions) of the products: enough to fill the largest GPU, and some 0.6 GB of float32 for UMA-S.
+_ROWS = 40_000
+# Arrays of the size of all atoms' tangents that are there at once, at most.
+_NODE_ARRAYS = 7
+
+
+def node_bytes(num_directions: int, num_nodes: int, channels: int, itemsize: int) -> float:
+    """What tangents of atoms take, beside the tangents of some edges."""
+    return _NODE_ARRAYS * itemsize * NUM_COEFFICIENTS * channels * num_nodes * num_directions
+
+
+Step = tuple[Tensor, Tensor]
+"""What a step of an evaluation gave, and its adjoint."""
+
+
+@torch.no_grad()
+def hessian(
+    energy: Tensor,
+    trace: Sequence[Tensor],
+    network: Network,
+    geometry: Geometry,
+    inputs: EdgeInputs,
+    directions: Tensor,
+    balanced: Sequence[slice],
+) -> Tensor:
+    """Second derivatives of the energy along directions [K, N, 3]: float64 [K, K], symmetric.
+
+    Args:
+        energy: what the network gives, with its graph.
+        trace: what the evaluation's steps gave, in order: the edge-degree embedding; the residual sum and its norm; and
+            for each layer the convolution, sum and norm, the atom-wise MLP, sum and norm.
+        network, geometry, inputs: what it was evaluated with.
+        directions: in the working precision.
+        balanced: channels whose scalars are shifted so that they sum to a constant.
+    """
+    half = torch.zeros(len(directions), len(directions), dtype=torch.float64, device=directions.device)
+    adjoints = torch.autograd.grad(energy, list(trace), materialize_grads=True)
+    steps = iter([(value.detach(), adjoint.contiguous()) for value, adjoint in zip(trace, adjoints, strict=True)])
+    radials = [network.degree_radial, *(layer.convolution.radial for layer in network.layers)]
+    hidden = hidden_with_curvature(geometry.distances, geometry.pair, radials)
+    parts = _parts(geometry, inputs, _ROWS // len(directions))
+
+    x, grad = next(steps)
+    dx = x.new_empty(len(directions), NUM_COEFFICIENTS, x.shape[0], x.shape[2])
+    for part in parts:
+        edge_degree_tangent(directions, grad, hidden[0], part, network.degree_out, dx, half)
+    dx, dh, h = _normed(dx, None, steps, network.norms[0], half)
+    for activations, layer, norm in zip(hidden[1:], network.layers, network.norms[1:], strict=True):
+        _, grad = next(steps)
+        convolved = torch.empty_like(dx)
+        for part in parts:
+            edge_convolution_tangent(dh, directions, h, grad, activations, part, layer.convolution, convolved, half)
+        dx, dh, h = _normed(dx, convolved, steps, layer.norm, half)
+        _, grad = next(steps)
+        update = atomwise_tangent(dh, h, grad, layer.atomwise, half)
+        if balanced:
+            dx = dx + update
+            for channels in balanced:
+                scalars = dx[:, 0, :, channels]
+                scalars -= scalars.mean(dim=1, keepdim=True)
+        dx, dh, h = _normed(dx, None if balanced else update, steps, norm, half)
+    _add_head(dh[:, 0], h[:, 0], network.head, half)
+    return half + half.T
+
+
+def _normed(
+    dx: Tensor, dy: Tensor | None, steps: Iterator[Step], norm: Norm, half: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tangents of a residual sum and of its norm, and the norm."""
+    (total, _), (h, grad) = next(steps), next(steps)
+    dx, dh, curved = add_rms_norm_tangent(dx, dy, total, norm.weight, grad)
+    add_gram(half, dx.flatten(1, 2), curved.mul_(0.5).flatten(1, 2))
+    return dx, dh, h
+
+
+def _add_head(dx: Tensor, x: Tensor, head: Sequence[BlockWeights], half: Tensor) -> None:
+    """The energy MLP's part of the Hessian, for tangents [K, N, C] of the scalars x [N, C]."""
+    tangents, slopes, curvatures = [], [], []
+    for layer in head[:-1]:
+        x, dx = torch.addmm(layer.bias, x, layer.matrices[0]), dx @ layer.matrices[0]
+        s = x.sigmoid()
+        tangents.append(dx)
+        slopes.append(s * (1 + x * (1 - s)))
+        curvatures.append(s * (1 - s) * (2 + x * (1 - 2 * s)))
+        x, dx = x * s, dx * slopes[-1]
+    grad = head[-1].matrices[0].T  # [1, H], the same for all atoms
+    for layer, dx, slope, curvature in zip(head[-2::-1], tangents[::-1], slopes[::-1], curvatures[::-1], strict=True):
+        add_gram(half, dx, 0.5 * grad * curvature * dx)
+        grad = (grad * slope) @ layer.matrices[0].T
+
+
+def _parts(geometry: Geometry, inputs: EdgeInputs, num_edges: int) -> list[Part]:
+    """All edges, in parts of whole target atoms with about so many edges each."""
+    distances, dtype = geometry.distances, geometry.vectors.dtype
+    curvature = envelope_curvature(distances, geometry.cutoff).to(dtype)
+    envelope = Radials(geometry.weight, geometry.weight_slope, curvature)
+    if inputs.num_edges <= num_edges:
+        atoms, starts = [0, geometry.num_nodes], [0, inputs.num_edges]
+    else:
+        starts = inputs.target_start.tolist()
+        atoms = [0]
+        for atom in range(1, geometry.num_nodes):
+            if starts[atom + 1] - starts[atoms[-1]] > num_edges:
+                atoms.append(atom)
+        atoms.append(geometry.num_nodes)
+        starts = [starts[atom] for atom in atoms]
+    none = inputs.by_source[:0]
+    parts = []
+    for (atom, next_atom), (first, last) in zip(pairwise(atoms), pairwise(starts), strict=True):
+        edges = EdgeList(
+            inputs.source[first:last],
+            inputs.target[first:last],
+            atom,
+            inputs.target_start[atom : next_atom + 1] - first,
+            by_source=none,
+            source_nodes=none,
+            source_start=none,
+            num_nodes=geometry.num_nodes,
+        )
+        vectors, values = geometry.vectors[first:last], Radials(*(t[first:last] for t in envelope))
+        parts.append(Part(first, last, edges, vectors, values))
+    return parts
