@@ -275,15 +275,20 @@ class FusedBackend:
     def step_pack(self, pack: Pack, inputs: EdgeInputs, members: Members, derivatives: bool) -> Tensor:
         """`run_pack` with edges that have been found. A single system that does not fit into a pass runs in parts."""
         with self._on_device(), ieee_products(), torch.inference_mode(False), torch.enable_grad():
-            if len(pack.order) == 1 and self._edge_bytes * inputs.num_edges > self.capacity():
+            edges = inputs.num_edges
+            if len(pack.order) == 1 and edges > _CHUNK_EDGES and self._edge_bytes * edges > self.capacity():
                 system = pack.mixtures[0].system
                 return self._step(self._networks.of(system), Members(system.charge, system.spin), derivatives, inputs)
             return self._step(self._networks.of_pack(pack.mixtures), members, derivatives, inputs)
 
-    def recordable(self, num_edges: int) -> bool:
-        """Whether a pass with so many edges is better recorded: launching it takes longer than running it."""
+    def recordable(self, pack: Pack, num_edges: int) -> bool:
+        """Whether a pass with so many edges can be recorded, and is better so: launching it takes longer than running.
+
+        The library's products over several groups need the sizes of these on the host.
+        """
         small = num_edges <= _CHUNK_EDGES and self._edge_bytes * num_edges <= self.capacity()
-        return small and self._device.type == "cuda"
+        ours = self._kind in ("split", "half") or len(pack.mixtures) == 1
+        return small and ours and self._device.type == "cuda"
 
     def _inputs(self, system: System) -> EdgeInputs:
         arch = self._architecture

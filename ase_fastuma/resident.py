@@ -94,7 +94,7 @@ class Resident:
         flat = self._engine.step_pack(self._pack, inputs, members, derivatives)
         self._evaluations += 1
         room = capacity(inputs.num_edges)
-        if self._evaluations > _PATIENCE and inputs.symmetric and self._engine.recordable(room):
+        if self._evaluations > _PATIENCE and inputs.symmetric and self._engine.recordable(self._pack, room):
             step = functools.partial(self._engine.step_pack, self._pack, derivatives=derivatives)
             limits = _Limits(room, self._cutoff, self._max_neighbours)
             self._recordings[derivatives] = _Recording(self._pack, step, limits, positions, bins)

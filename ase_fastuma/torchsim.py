@@ -135,7 +135,8 @@ class FastUMAModel(ModelInterface):
             return None
         if results is not None and "stress" in wanted:
             volumes = _volumes(state.cell.detach().double())[:, None, None]
-            there = (volumes > 0) & torch.as_tensor(state.pbc, device=volumes.device).any()
+            periodic = state.pbc.any() if isinstance(state.pbc, Tensor) else state.pbc
+            there = (volumes > 0) & periodic
             results["stress"] = torch.where(there, results["virial"] / volumes, 0.0)
         return results
 

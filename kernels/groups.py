@@ -28,7 +28,7 @@ class RowGroups:
         if isinstance(starts, Tensor):
             if num_rows is None or starts.dim() != 1 or starts.dtype != torch.int64:
                 raise ValueError("starts: expected an int64 tensor [G + 1] and the number of rows that it leads to")
-            self._starts: tuple[int, ...] | None = None
+            self._starts: tuple[int, ...] | None = (0, num_rows) if len(starts) == 2 else None
             self.first, self.num_rows = starts.to(device), num_rows
         else:
             self._starts = tuple(starts)

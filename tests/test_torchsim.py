@@ -278,7 +278,7 @@ def recorded(fused: FastUMAModel, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(resident, "_PATIENCE", 0)
     monkeypatch.setattr(resident, "capacity", lambda num_edges: num_edges + 2)
     monkeypatch.setattr(resident, "spare", lambda num_edges: 2)
-    monkeypatch.setattr(FusedBackend, "recordable", lambda self, num_edges: True)
+    monkeypatch.setattr(FusedBackend, "recordable", lambda *_: True)
     return done
 
 
@@ -313,6 +313,29 @@ def test_recorded_passes(fused: FastUMAModel, recorded: list[str], monkeypatch: 
     compare(["record"])
     state.positions[1, 0] = 9.0  # fewer edges
     compare(["replay"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["accurate", "fast", "float32", "float64"])
+def test_dynamics_on_a_gpu(standin: Path, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded steps wait for the device once, at their end, and give what steps give that are not recorded."""
+    ends = []
+    for patience in (3, 99):
+        monkeypatch.setattr(resident, "_PATIENCE", patience)
+        moving = FastUMAModel(standin, device="cuda", precision=precision, compute_stress=True)
+        state = state_of([systems.copper(), systems.copper() * (2, 1, 1), systems.copper()], moving)
+        for step in range(12):
+            torch.cuda.set_sync_debug_mode("error" if step > 8 and patience == 3 else "default")
+            try:
+                results = moving(state)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            state.positions = state.positions + 0.01 * results["forces"]
+        ends.append(results)
+        assert bool(moving._resident._recordings) == (patience == 3)
+    tolerance = 1e-4 if precision == "fast" else 1e-6
+    for name, value in ends[0].items():
+        torch.testing.assert_close(value, ends[1][name], rtol=0, atol=tolerance, msg=name)
 
 
 @pytest.mark.parametrize("device", DEVICES)
