@@ -63,8 +63,7 @@ class FastUMAModel(ModelInterface):
         |---|---|
         | model | a calculator, or a registered name, a checkpoint file, or "demo" |
         | compute_forces, compute_stress | what is computed beside the energy |
-        | dtype | of the states that TorchSim makes for this model, and of the results; the model's own arithmetic is
-        that of the setting `precision` |
+        | dtype | of states that TorchSim makes for the model, and of results; `precision` is that of the model |
         | settings | as for `FastUMACalculator` |
 
         Raises what `FastUMACalculator` raises, and TypeError for settings beside a calculator.
@@ -108,8 +107,7 @@ class FastUMAModel(ModelInterface):
         |---|---|---|
         | energy | [S] | eV |
         | forces | [N, 3] | eV/A, where `compute_forces` |
-        | stress | [S, 3, 3] | eV/A^3, where `compute_stress`; zero where a system has none: nothing is periodic, or the
-        cell has no volume |
+        | stress | [S, 3, 3] | eV/A^3, where `compute_stress`; zero without periodic axes or volume |
 
         Raises ValueError where a state cannot be meant, NotImplementedError where a task lacks what is computed, and
         FloatingPointError where the model's output is not finite.
@@ -118,21 +116,25 @@ class FastUMAModel(ModelInterface):
             raise ValueError(f"state: expected its tensors on {self._device}, got {state.positions.device}")
         chosen = {"energy": True, "forces": self._compute_forces, "stress": self._compute_stress}
         wanted = frozenset(name for name, computed in chosen.items() if computed)
-        results = self._evaluate_on_device(state, wanted) if self._calculator.backend.name == "fused" else None
-        if results is None:
+        results, fault = None, None
+        if self._calculator.backend.name == "fused":
+            try:
+                results = self._evaluate_on_device(state, wanted)
+            except ValueError as error:
+                fault = error
+        if results is None:  # The host names faults by system, and knows what to do where something is not finite.
             results = self._evaluate_on_host(state, wanted)
+        if fault is not None:
+            raise fault
         return {name: results[name].to(self._device, self._dtype) for name in wanted}
 
     def _evaluate_on_device(self, state: SimState, wanted: frozenset[str]) -> dict[str, Tensor] | None:
-        """Without a way through the host; None for a state that is better looked at there, since it has a fault."""
-        try:
-            resident = self._resident_of(state, wanted)
-            if not self._cell.same(state.cell):
-                self._bins = resident.bins(state.row_vector_cell)
-                self._cell.keep(state.cell)
-            results = resident.evaluate(state.positions, self._bins, bool(wanted & {"forces", "stress"}))
-        except ValueError:
-            return None
+        """Without a way through the host; None where something is not finite. Raises what `Resident` raises."""
+        resident = self._resident_of(state, wanted)
+        if not self._cell.same(state.cell):
+            self._bins = resident.bins(state.row_vector_cell)
+            self._cell.keep(state.cell)
+        results = resident.evaluate(state.positions, self._bins, bool(wanted & {"forces", "stress"}))
         if results is not None and "stress" in wanted:
             volumes = _volumes(state.cell.detach().double())[:, None, None]
             periodic = state.pbc.any() if isinstance(state.pbc, Tensor) else state.pbc
