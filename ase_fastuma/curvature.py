@@ -7,8 +7,8 @@ tangents of all directions then go through the layers side by side.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +16,13 @@ from torch import Tensor
 
 from ase_fastuma.kernels.atomwise_tangent import atomwise_tangent
 from ase_fastuma.kernels.convolution import Geometry
-from ase_fastuma.kernels.convolution_tangent import Part, add_gram, edge_convolution_tangent, edge_degree_tangent
+from ase_fastuma.kernels.convolution_tangent import (
+    Part,
+    add_gram,
+    convolve_with_adjoints,
+    edge_convolution_tangent,
+    edge_degree_tangent,
+)
 from ase_fastuma.kernels.edge import EdgeList
 from ase_fastuma.kernels.edge_tangent import Radials
 from ase_fastuma.kernels.layout import NUM_COEFFICIENTS
@@ -30,6 +36,8 @@ if TYPE_CHECKING:
 
 # Rows (edges times directions) of the products: enough to fill the largest GPU, and some 0.6 GB of float32 for UMA-S.
 _ROWS = 40_000
+# Edges of which values and adjoints are there at once: 0.6 GB of float32 for UMA-S.
+_EDGES = 16_384
 # Arrays of the size of all atoms' tangents that are there at once, at most.
 _NODE_ARRAYS = 7
 
@@ -72,14 +80,17 @@ def hessian(
 
     x, grad = next(steps)
     dx = x.new_empty(len(directions), NUM_COEFFICIENTS, x.shape[0], x.shape[2])
-    for part in parts:
+    for part in itertools.chain(*(inner for _, inner in parts)):
         edge_degree_tangent(directions, grad, hidden[0], part, network.degree_out, dx, half)
     dx, dh, h = _normed(dx, None, steps, network.norms[0], half)
     for activations, layer, norm in zip(hidden[1:], network.layers, network.norms[1:], strict=True):
         _, grad = next(steps)
         convolved = torch.empty_like(dx)
-        for part in parts:
-            edge_convolution_tangent(dh, directions, h, grad, activations, part, layer.convolution, convolved, half)
+        for outer, inner in parts:
+            shared = convolve_with_adjoints(h, grad, activations, outer, layer.convolution)
+            for part in inner:
+                of_part = shared.of_edges(part.first - outer.first, part.last - outer.first)
+                edge_convolution_tangent(dh, directions, h, grad, of_part, part, layer.convolution, convolved, half)
         dx, dh, h = _normed(dx, convolved, steps, layer.norm, half)
         _, grad = next(steps)
         update = atomwise_tangent(dh, h, grad, layer.atomwise, half)
@@ -119,34 +130,46 @@ def _add_head(dx: Tensor, x: Tensor, head: Sequence[BlockWeights], half: Tensor)
         grad = (grad * slope) @ layer.matrices[0].T
 
 
-def _parts(geometry: Geometry, inputs: EdgeInputs, num_edges: int) -> list[Part]:
-    """All edges, in parts of whole target atoms with about so many edges each."""
+def _parts(geometry: Geometry, inputs: EdgeInputs, num_edges: int) -> list[tuple[Part, list[Part]]]:
+    """All edges in parts of whole target atoms: values and adjoints come for the outer, tangents for the inner parts.
+
+    Inner parts have about `num_edges` edges.
+    """
     distances, dtype = geometry.distances, geometry.vectors.dtype
     curvature = envelope_curvature(distances, geometry.cutoff).to(dtype)
     envelope = Radials(geometry.weight, geometry.weight_slope, curvature)
-    if inputs.num_edges <= num_edges:
-        atoms, starts = [0, geometry.num_nodes], [0, inputs.num_edges]
-    else:
-        starts = inputs.target_start.tolist()
-        atoms = [0]
-        for atom in range(1, geometry.num_nodes):
-            if starts[atom + 1] - starts[atoms[-1]] > num_edges:
-                atoms.append(atom)
-        atoms.append(geometry.num_nodes)
-        starts = [starts[atom] for atom in atoms]
     none = inputs.by_source[:0]
-    parts = []
-    for (atom, next_atom), (first, last) in zip(pairwise(atoms), pairwise(starts), strict=True):
+
+    def part(atoms: tuple[int, int], first: int, last: int) -> Part:
         edges = EdgeList(
             inputs.source[first:last],
             inputs.target[first:last],
-            atom,
-            inputs.target_start[atom : next_atom + 1] - first,
+            atoms[0],
+            inputs.target_start[atoms[0] : atoms[1] + 1] - first,
             by_source=none,
             source_nodes=none,
             source_start=none,
             num_nodes=geometry.num_nodes,
         )
-        vectors, values = geometry.vectors[first:last], Radials(*(t[first:last] for t in envelope))
-        parts.append(Part(first, last, edges, vectors, values))
-    return parts
+        values = Radials(*(t[first:last] for t in envelope))
+        return Part(first, last, edges, geometry.vectors[first:last], values)
+
+    if inputs.num_edges <= min(num_edges, _EDGES):  # nothing to wait for
+        whole = part((0, geometry.num_nodes), 0, inputs.num_edges)
+        return [(whole, [whole])]
+    starts = inputs.target_start.tolist()
+
+    def parts(atoms: tuple[int, int], size: int) -> Iterator[tuple[int, int]]:
+        """Ranges of atoms with at most so many edges, or of one atom."""
+        first, end = atoms
+        for atom in range(first + 1, end):
+            if starts[atom + 1] - starts[first] > size:
+                yield first, atom
+                first = atom
+        yield first, end
+
+    found = []
+    for outer in parts((0, geometry.num_nodes), _EDGES):
+        inner = [part(atoms, starts[atoms[0]], starts[atoms[1]]) for atoms in parts(outer, num_edges)]
+        found.append((part(outer, starts[outer[0]], starts[outer[1]]), inner))
+    return found

@@ -89,8 +89,91 @@ def _radials(hidden: Tensor, part: Part, out: BlockWeights) -> Radials:
     return Radials(block_matmul(to_operand(value, out.kind), out).high, *both.chunk(2))
 
 
-def _along(x: Operand, weights: BlockWeights) -> Tensor:
-    return block_matmul(x, weights, biased=False).high
+class Convolved(NamedTuple):
+    """What the convolution makes of some edges, and the adjoints of it: all that tangents share.
+
+    | field | shape | meaning |
+    |---|---|---|
+    | radial | [E, 6 * 2C] | radial weights, and their slopes (1/A) |
+    | first, z | [E, (A + 9) * H], [E, 9 * C] | outputs of the two SO(2) linears |
+    | grad_pair, grad_gated | [E, 9 * 2C], [E, 9 * H] | adjoints of the linears' inputs |
+    | curvature | [E, 3, 3] | second derivatives with respect to the edge vectors |
+    """
+
+    radial: Tensor
+    radial_slope: Tensor
+    first: Tensor
+    z: Tensor
+    grad_pair: Tensor
+    grad_gated: Tensor
+    curvature: Tensor
+
+    def of_edges(self, first: int, last: int) -> Convolved:
+        """Those of the edges first : last among these."""
+        return Convolved(*(t[first:last] for t in self))
+
+
+def convolve_with_adjoints(x: Tensor, grad: Tensor, hidden: Tensor, part: Part, w: ConvolutionWeights) -> Convolved:
+    """Evaluate the convolution forward and backward for some edges, through the kernels.
+
+    Args:
+        x: node features [N, 9, C], l-major; grad: adjoint of the convolution [N, 9, C].
+        hidden: hidden activations of the radial network of all edges, and their derivatives [3, E, B].
+        part: some of the edges.
+        w: the layer's weights, not of kind "half".
+    """
+    vectors, edges, envelope = part.vectors, part.edges, part.envelope
+    radial = _radials(hidden, part, w.radial_out)
+    pair = gather_rotate_scale_forward(x, vectors, plain_operand(radial.value), edges, w.kind)
+    first = block_matmul(pair, w.first)
+    del pair
+    gated = gate_forward(first, w.hidden, w.kind) if w.s2 is None else to_operand(w.activate(first.high), w.kind)
+    z = block_matmul(gated, w.second)
+    del gated
+    grad_z, _, _ = rotate_back_sum_backward(grad, z, vectors, envelope.value, edges, w.kind, envelope.slope)
+    assert grad_z is not None
+    grad_gated = block_matmul(grad_z, w.second, transposed=True)
+    del grad_z
+    if w.s2 is None:
+        grad_first = gate_backward(grad_gated, first, w.hidden, w.kind)
+    else:
+        grad_first = to_operand(torch.func.vjp(w.activate, first.high)[1](grad_gated.high)[0], w.kind)
+    grad_pair = block_matmul(grad_first, w.first, transposed=True).high
+    curvature = gather_rotate_scale_curvature(x, vectors, radial, grad_pair, edges)
+    rotate_back_sum_curvature(z.high, vectors, envelope, grad, edges, curvature)
+    return Convolved(radial.value, radial.slope, first.high, z.high, grad_pair, grad_gated.high, curvature)
+
+
+def edge_convolution_tangent(
+    dx: Tensor,
+    directions: Tensor,
+    x: Tensor,
+    grad: Tensor,
+    convolved: Convolved,
+    part: Part,
+    w: ConvolutionWeights,
+    out: Tensor,
+    half_hessian: Tensor,
+) -> None:
+    """Tangents of :func:`.convolution.edge_convolution` for some edges, through the kernels.
+
+    Args:
+        dx: tangents of the node features [K, 9, N, C]; directions: of the positions [K, N, 3].
+        x, grad, part, w: as for :func:`convolve_with_adjoints`; convolved: what that gives.
+        out: OUTPUT [K, 9, N, C], the tangents; those of the part's atoms are written.
+        half_hessian: OUTPUT [K, K], float64; added to.
+    """
+    vectors, edges, c = part.vectors, part.edges, convolved
+    dv = part.displacements(directions)
+    pair, cross = gather_rotate_scale_tangent(dx, x, vectors, dv, c.radial, c.radial_slope, c.grad_pair, edges, w.kind)
+    first = block_matmul(pair, w.first, biased=False).high.view(*dv.shape[:2], -1)
+    del pair
+    gated = _activation_tangent(first, c.first, c.grad_gated, w, half_hessian)
+    del first
+    dz = block_matmul(gated, w.second, biased=False).high
+    del gated
+    cross += rotate_back_sum_tangent(dz, c.z, vectors, dv, part.envelope, grad, edges, out)
+    _add_geometry(half_hessian, cross, c.curvature, dv)
 
 
 def _activation_tangent(t: Tensor, first: Tensor, grad: Tensor, w: ConvolutionWeights, half_hessian: Tensor) -> Operand:
@@ -104,62 +187,10 @@ def _activation_tangent(t: Tensor, first: Tensor, grad: Tensor, w: ConvolutionWe
     return to_operand(tangent.flatten(0, 1), w.kind)
 
 
-def edge_convolution_tangent(
-    dx: Tensor,
-    directions: Tensor,
-    x: Tensor,
-    grad: Tensor,
-    hidden: Tensor,
-    part: Part,
-    w: ConvolutionWeights,
-    out: Tensor,
-    half_hessian: Tensor,
-) -> None:
-    """Tangents of :func:`.convolution.edge_convolution` for a part of the edges, through the kernels.
-
-    Args:
-        dx: tangents of the node features [K, 9, N, C]; directions: of the positions [K, N, 3].
-        x: the features [N, 9, C], l-major; grad: adjoint of the convolution [N, 9, C].
-        hidden: hidden activations of the radial network of all edges and their derivatives [3, E, B].
-        part: some of the edges.
-        w: the layer's weights, not of kind "half".
-        out: OUTPUT [K, 9, N, C], the tangents; those of the part's atoms are written.
-        half_hessian: OUTPUT [K, K], float64; added to.
-    """
-    vectors, edges, envelope = part.vectors, part.edges, part.envelope
-    radial = _radials(hidden, part, w.radial_out)
-    pair = gather_rotate_scale_forward(x, vectors, plain_operand(radial.value), edges, w.kind)
-    first = block_matmul(pair, w.first)
-    gated = to_operand(w.activate(first.high), w.kind) if w.s2 else gate_forward(first, w.hidden, w.kind)
-    z = block_matmul(gated, w.second)
-    del pair, gated
-    grad_z, _, _ = rotate_back_sum_backward(grad, z, vectors, envelope.value, edges, w.kind, envelope.slope)
-    assert grad_z is not None
-    grad_gated = block_matmul(grad_z, w.second, transposed=True)
-    if w.s2 is None:
-        grad_first = gate_backward(grad_gated, first, w.hidden, w.kind)
-    else:
-        grad_first = to_operand(torch.func.vjp(w.activate, first.high)[1](grad_gated.high)[0], w.kind)
-    grad_pair = block_matmul(grad_first, w.first, transposed=True).high
-    curvature = gather_rotate_scale_curvature(x, vectors, radial, grad_pair, edges)
-    rotate_back_sum_curvature(z.high, vectors, envelope, grad, edges, curvature)
-
-    dv = part.displacements(directions)
-    t, cross = gather_rotate_scale_tangent(dx, x, vectors, dv, radial, grad_pair, edges, w.kind)
-    rows = _along(t, w.first).view(*dv.shape[:2], -1)
-    del radial, grad_pair, t
-    t = _activation_tangent(rows, first.high, grad_gated.high, w, half_hessian)
-    del rows
-    dz = _along(t, w.second)
-    cross_z = rotate_back_sum_tangent(dz, z.high, vectors, dv, envelope, grad, edges, out)
-    assert cross_z is not None
-    _add_geometry(half_hessian, cross + cross_z, curvature, dv)
-
-
 def edge_degree_tangent(
     directions: Tensor, grad: Tensor, hidden: Tensor, part: Part, radial_out: BlockWeights, out: Tensor, half: Tensor
 ) -> None:
-    """Tangents of :func:`.convolution.edge_degree` for a part of the edges; arguments as for the convolution."""
+    """Tangents of :func:`.convolution.edge_degree` for some edges; arguments as for the convolution."""
     dv, z = part.displacements(directions), _radials(hidden, part, radial_out)
     rotate_back_sum_tangent(None, z, part.vectors, dv, part.envelope, grad, part.edges, out)
     curvature = rotate_back_sum_curvature(z, part.vectors, part.envelope, grad, part.edges)

@@ -405,14 +405,22 @@ def _gather_curvature_kernel(
 
 
 def gather_rotate_scale_tangent(
-    dx: Tensor, x: Tensor, vectors: Tensor, dv: Tensor, radial: Radials, grad: Tensor, edges: EdgeList, kind: str
+    dx: Tensor,
+    x: Tensor,
+    vectors: Tensor,
+    dv: Tensor,
+    radial: Tensor,
+    radial_slope: Tensor,
+    grad: Tensor,
+    edges: EdgeList,
+    kind: str,
 ) -> tuple[Operand, Tensor]:
     """Tangents of :func:`.edge.gather_rotate_scale`, whose radial weights are functions of the length.
 
     Args:
         dx: tangents of the node features [K, 9, N, C]; x: the features [N, 9, C], l-major.
         vectors: edge vectors [E, 3] in A; dv: their tangents [K, E, 3].
-        radial: radial weights [E, 6 * 2C] and their derivatives.
+        radial: radial weights [E, 6 * 2C]; radial_slope: their derivatives with respect to the length (1/A).
         grad: adjoint of the output [E, 9 * 2C].
         edges: indices; only source and target are read.
         kind: storage of the tangents.
@@ -431,8 +439,8 @@ def gather_rotate_scale_tangent(
             x,
             vectors,
             dv,
-            radial.value,
-            radial.slope,
+            radial,
+            radial_slope,
             grad,
             edges.source,
             edges.target,

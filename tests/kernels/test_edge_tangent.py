@@ -75,7 +75,7 @@ def test_gather_rotate_scale(device, num_nodes, num_edges, width, num_directions
     tangent, cross, curvature = exactly(plain, [x, vectors], [dx, dv], grad)
     flat = Radials(*(r.flatten(1) for r in radial))
     kind = "double" if dtype == F64 else "split"
-    args = (x, vectors, dv, flat, grad.flatten(1), edges, kind)
+    args = (x, vectors, dv, flat.value, flat.slope, grad.flatten(1), edges, kind)
     out, found = gather_rotate_scale_tangent(node_tangents(dx), *args)
     close(out.dense().view(num_directions, num_edges, 9, 2 * width), tangent, dtype)
     close(found, cross, dtype)
