@@ -33,6 +33,7 @@ from ase_fastuma.kernels.norm import add_rms_norm
 from ase_fastuma.kernels.operand import ieee_products
 from ase_fastuma.network import Network, Networks, Norm
 from ase_fastuma.pack import Members, Pack
+from ase_fastuma.repeats import Repeats
 from ase_fastuma.replay import EdgeInputs, Replays, Step, capacity
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class FusedBackend:
         self._compiled: set[tuple[bool, bool, int]] = set()
         self._compiled_hessians: set[tuple[int, int]] = set()
         self._replays = Replays(self._architecture.cutoff, self._architecture.max_neighbors)
+        self._repeats = Repeats(self._architecture)
 
     # ------------------------------------------------------------------------------------------------ the interface
 
@@ -251,14 +253,12 @@ class FusedBackend:
         """One pass over systems of one task."""
         if self._plain:
             return [self._in_range(s, properties, self._run(s, properties)) for s in systems]
-        pack = self.pack(systems)
+        pack = self._repeats.of(self, systems)
         ordered = [systems[i] for i in pack.order]
-        bins = pack.bins(upload(np.stack([s.cell for s in ordered]), self._device), self._architecture.cutoff)
         derivatives = bool(properties & {"forces", "stress"})
-        positions = upload(np.concatenate([s.positions for s in ordered]), self._device)
-        flat = self.run_pack(pack, positions, bins, derivatives).cpu().numpy()
+        flat, finite = pack.run(self, ordered, derivatives)
         found = self._results(ordered, flat, derivatives, properties)
-        if not np.isfinite(flat).all():
+        if not finite:
             found = [self._in_range(s, properties, one) for s, one in zip(ordered, found, strict=True)]
         of_system = dict(zip(pack.order, found, strict=True))
         return [of_system[i] for i in range(len(systems))]
@@ -279,16 +279,18 @@ class FusedBackend:
             if len(pack.order) == 1 and edges > _CHUNK_EDGES and self._edge_bytes * edges > self.capacity():
                 system = pack.mixtures[0].system
                 return self._step(self._networks.of(system), Members(system.charge, system.spin), derivatives, inputs)
-            return self._step(self._networks.of_pack(pack.mixtures), members, derivatives, inputs)
+            return self._step(self.weights_of(pack), members, derivatives, inputs)
+
+    def weights_of(self, pack: Pack) -> Network:
+        """The weights that passes of the pack read."""
+        return self._networks.of_pack(pack.mixtures)
 
     def recordable(self, pack: Pack, num_edges: int) -> bool:
-        """Whether a pass with so many edges can be recorded, and is better so: launching it takes longer than running.
-
-        The library's products over several groups need the sizes of these on the host.
-        """
+        """Whether a pass with so many edges is better recorded: launching it takes longer than running it."""
         small = num_edges <= _CHUNK_EDGES and self._edge_bytes * num_edges <= self.capacity()
-        ours = self._kind in ("split", "half") or len(pack.mixtures) == 1
-        return small and ours and self._device.type == "cuda"
+        # The library multiplies group by group, and must be told where each begins.
+        silent = self._kind in ("split", "half") or len(pack.mixtures) == 1
+        return small and silent and self._device.type == "cuda"
 
     def _inputs(self, system: System) -> EdgeInputs:
         arch = self._architecture

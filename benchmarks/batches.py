@@ -201,7 +201,9 @@ def main() -> None:
     parser.add_argument("--impls", nargs="+", default=IMPLS)
     parser.add_argument("--seconds", type=float, default=3.0, help="time for the repeats of one row")
     parser.add_argument("--repeats", type=int, default=3, help="repeats of one row at least")
-    parser.add_argument("--warm-up", type=int, default=2, help="calls before the repeats")
+    parser.add_argument(
+        "--warm-up", type=int, default=4, help="calls before the repeats, which record what comes again"
+    )
     parser.add_argument("--new-batches", type=int, default=3, help="calls with mixtures that were not seen")
     parser.add_argument("--at-once", type=int, default=256, help="structures in a batch of fairchem-core")
     parser.add_argument("--reference-atoms", type=int, default=2000, help="most atoms to compare with float64")

@@ -42,7 +42,7 @@ class RowGroups:
     def starts(self) -> tuple[int, ...]:
         """`first` on the host; waits for the device, once, where the starts came from there."""
         if self._starts is None:
-            self._starts = tuple(self.first.tolist())
+            self._starts = (0, self.num_rows) if self.num_groups == 1 else tuple(self.first.tolist())
         return self._starts
 
     @property

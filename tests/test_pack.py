@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import standin as standin_module
@@ -10,6 +12,7 @@ from ase.build import bulk, molecule
 from devices import DEVICES
 from tolerances import FORCE_ERROR
 
+from ase_fastuma import repeats
 from ase_fastuma.checkpoint import Checkpoint, load_checkpoint
 from ase_fastuma.engine import FusedBackend
 from ase_fastuma.settings import Settings
@@ -113,3 +116,30 @@ def test_many_atoms_do_not_change_a_member(checkpoint):
     among, *_ = engine.evaluate_many([small, large, small], ALL)
     for name in ALL:
         np.testing.assert_array_equal(among[name], alone[name])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_packs_that_come_again(checkpoint, device, monkeypatch):
+    """Recorded the second time, and replayed as atoms move: bitwise as if nothing were kept."""
+    engine = FusedBackend(checkpoint, Settings(device=device, precision="accurate"))
+    monkeypatch.setattr(engine, "_repeats", repeats.Repeats(checkpoint.architecture, patience=0))
+    if device == "cpu":  # no CUDA graph: the same work, launched again
+        monkeypatch.setattr(repeats, "record", lambda body, _: SimpleNamespace(run=body))
+        monkeypatch.setattr(FusedBackend, "recordable", lambda *_: True)
+    monkeypatch.setattr(repeats, "capacity", lambda num_edges: num_edges + 2)
+    original, replays = repeats._Recording.run, []
+    monkeypatch.setattr(repeats._Recording, "run", lambda *a: (replays.append(original(*a)), replays[-1])[1])
+
+    def evaluate(distance: float) -> list[dict[str, np.ndarray]]:
+        pair = Atoms("HeNe", positions=[[0, 0, 0], [0, distance, 0]])
+        return engine.evaluate_many([system(pair, "omol", 0, 1), system(Atoms("He"), "omol", 0, 1)], ALL)
+
+    evaluate(1.5)
+    found = evaluate(2.5)
+    assert [replay.complete for replay in replays] == [True]
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_repeats", repeats.Repeats(checkpoint.architecture))
+        expected = evaluate(2.5)
+    for mine, other in zip(found, expected, strict=True):
+        for name in ALL:
+            np.testing.assert_array_equal(mine[name], other[name])

@@ -18,7 +18,7 @@ from ase.build import bulk, molecule
 from devices import DEVICES
 from tolerances import SAME_STRUCTURE
 
-from ase_fastuma import FastUMACalculator, resident
+from ase_fastuma import FastUMACalculator, repeats, resident
 from ase_fastuma.engine import FusedBackend
 from ase_fastuma.selection import Selection
 
@@ -267,17 +267,17 @@ def test_faults_on_the_device(fused: FastUMAModel, watched: list[str]) -> None:
 def recorded(fused: FastUMAModel, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is recorded and replayed: at once, with room for two more edges, and on the CPU without a CUDA graph."""
     done: list[str] = []
-    original = resident.record if fused.device.type == "cuda" else lambda body: SimpleNamespace(run=body)
+    original = repeats.record if fused.device.type == "cuda" else lambda body, pool: SimpleNamespace(run=body)
 
-    def record(body: Callable[[], torch.Tensor]) -> Any:
+    def record(body: Callable[[], torch.Tensor], pool: Any) -> Any:
         done.append("record")
-        graph = original(body)
+        graph = original(body, pool)
         return SimpleNamespace(run=lambda: (done.append("replay"), graph.run())[1])
 
-    monkeypatch.setattr(resident, "record", record)
+    monkeypatch.setattr(repeats, "record", record)
     monkeypatch.setattr(resident, "_PATIENCE", 0)
-    monkeypatch.setattr(resident, "capacity", lambda num_edges: num_edges + 2)
-    monkeypatch.setattr(resident, "spare", lambda num_edges: 2)
+    monkeypatch.setattr(repeats, "capacity", lambda num_edges: num_edges + 2)
+    monkeypatch.setattr(repeats, "spare", lambda num_edges: 2)
     monkeypatch.setattr(FusedBackend, "recordable", lambda *_: True)
     return done
 
