@@ -7,10 +7,13 @@ tangents of all directions then go through the layers side by side.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,12 +33,12 @@ from ase_fastuma.kernels.linear import BlockWeights
 from ase_fastuma.kernels.norm_tangent import add_rms_norm_tangent
 from ase_fastuma.kernels.radial_tangent import envelope_curvature, hidden_with_curvature
 from ase_fastuma.network import Network, Norm
-
-if TYPE_CHECKING:
-    from ase_fastuma.replay import EdgeInputs
+from ase_fastuma.replay import EdgeInputs, Recorded, record
 
 # Rows (edges times directions) of the products: enough to fill the largest GPU, and some 0.6 GB of float32 for UMA-S.
 _ROWS = 40_000
+# Rows up to which launching the kernels takes longer than running them, so that a recording is worth its 0.3 GB.
+RECORDED_ROWS = 20_000
 # Edges of which values and adjoints are there at once: 0.6 GB of float32 for UMA-S.
 _EDGES = 16_384
 # Arrays of the size of all atoms' tangents that are there at once, at most.
@@ -102,6 +105,56 @@ def hessian(
         dx, dh, h = _normed(dx, None if balanced else update, steps, norm, half)
     _add_head(dh[:, 0], h[:, 0], network.head, half)
     return half + half.T
+
+
+class Recordings:
+    """Hessians of small systems as CUDA graphs: hundreds of kernels, which a GPU runs faster than Python launches them.
+
+    A recording is made the second time that its key is seen, for so many edges as there are then; those of later
+    structures are copied to where it reads them. The least recently used give way.
+    """
+
+    def __init__(self, kept: int = 4) -> None:
+        """`kept` keys stay."""
+        self._kept = kept
+        self._entries: OrderedDict[Hashable, _Recording | None] = OrderedDict()
+        self._pool: Any = None  # torch keeps the type of its handles to itself
+
+    def run(self, key: Hashable, inputs: EdgeInputs, body: Callable[[EdgeInputs], Tensor]) -> np.ndarray | None:
+        """What `body` makes of the edges; None for a key that is new. The key names all that the body reads besides."""
+        key = (key, inputs.num_edges)
+        if key not in self._entries:
+            self._entries[key] = None
+        elif self._entries[key] is None:
+            self._entries[key] = _Recording.of(inputs, body, self._pooled())
+        self._entries.move_to_end(key)
+        while len(self._entries) > self._kept:
+            self._entries.popitem(last=False)
+        recording = self._entries[key]
+        return None if recording is None else recording.run(inputs)
+
+    def _pooled(self) -> Any:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
+
+
+class _Recording(NamedTuple):
+    """One Hessian as a CUDA graph, with what it reads."""
+
+    inputs: EdgeInputs
+    body: Callable[[EdgeInputs], Tensor]
+    recorded: Recorded
+
+    @classmethod
+    def of(cls, inputs: EdgeInputs, body: Callable[[EdgeInputs], Tensor], pool: Any) -> _Recording:
+        own = EdgeInputs(*(t.clone() for t in inputs))
+        return cls(own, body, record(functools.partial(body, own), pool))
+
+    def run(self, inputs: EdgeInputs) -> np.ndarray:
+        for own, given in zip(self.inputs, inputs, strict=True):
+            own.copy_(given)
+        return self.recorded.run().numpy().copy()
 
 
 def _normed(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from ase_fastuma.engine import FusedBackend
 from ase_fastuma.evaluation import evaluate_products
 from ase_fastuma.general import GeneralBackend
 from ase_fastuma.hessian import analytic_hessian
+from ase_fastuma.replay import EdgeInputs
 from ase_fastuma.settings import Settings
 from ase_fastuma.system import System
 
@@ -83,6 +85,63 @@ def test_through_the_kernels(
     monkeypatch.setattr(curvature, "_ROWS", rows)
     got = whole(FusedBackend(checkpoint, settings(device)), atoms, "omol", -1, 1)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-10)
+
+
+class Eager(NamedTuple):
+    """Stands for a CUDA graph where there is none: it reads what the recorded body read, and runs that again."""
+
+    body: Callable[[], torch.Tensor]
+
+    def run(self) -> torch.Tensor:
+        return self.body()
+
+
+def test_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made the second time, of the structure that is there then; those least used give way."""
+    recorded, calls = [], []
+
+    def record(body: Callable[[], torch.Tensor], pool: object) -> Eager:
+        assert pool == "pool"
+        recorded.append(body)
+        return Eager(body)
+
+    def body(inputs: EdgeInputs) -> torch.Tensor:
+        calls.append(inputs)
+        return inputs.vectors.sum(dim=0)
+
+    def edges(count: int) -> EdgeInputs:
+        numbers = [torch.randint(9, (count,)) for _ in range(6)]
+        return EdgeInputs(*numbers[:3], torch.rand(count, 3), *numbers[3:])
+
+    monkeypatch.setattr(curvature, "record", record)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    recordings = curvature.Recordings(kept=2)
+    assert recordings.run("a", edges(3), body) is None
+    assert recordings.run("a", edges(4), body) is None
+    for made in (1, 1, 1):
+        given = edges(3)
+        np.testing.assert_array_equal(recordings.run("a", given, body), given.vectors.sum(dim=0))
+        assert len(recorded) == made
+        assert all((own == there).all() and own is not there for own, there in zip(calls[-1], given, strict=True))
+    assert recordings.run("b", edges(3), body) is None  # for which ("a", 4 edges) gives way
+    assert recordings.run("a", edges(4), body) is None
+    assert recordings.run("b", edges(3), body) is not None
+    assert len(recorded) == 2
+
+
+@pytest.mark.gpu
+def test_recorded_hessians_repeat_bitwise(standin: Path) -> None:
+    backend, atoms = FusedBackend(load_checkpoint(standin), settings("cuda", "accurate")), systems.water()
+    first = [whole(backend, atoms, "omol", 0, 1)]
+    moved = atoms.copy()
+    moved.positions[0] += 0.05
+    second = [whole(backend, moved, "omol", 0, 1)]
+    for _ in range(2):
+        first.append(whole(backend, atoms, "omol", 0, 1))
+        second.append(whole(backend, moved, "omol", 0, 1))
+    assert all((found == first[0]).all() for found in first)
+    assert all((found == second[0]).all() for found in second)
+    assert np.abs(first[0] - second[0]).max() > 1e-3
 
 
 @pytest.mark.parametrize(
