@@ -35,8 +35,8 @@ from ase_fastuma.kernels.radial_tangent import envelope_curvature, hidden_with_c
 from ase_fastuma.network import Network, Norm
 from ase_fastuma.replay import EdgeInputs, Recorded, record
 
-# Rows (edges times directions) of the products: enough to fill the largest GPU, and some 0.6 GB of float32 for UMA-S.
-_ROWS = 40_000
+# Rows (edges times directions) of the products: enough to fill the largest GPU, and some 0.5 GB of float32 for UMA-S.
+_ROWS = 1 << 15
 # Rows up to which launching the kernels takes longer than running them, so that a recording is worth its 0.3 GB.
 RECORDED_ROWS = 20_000
 # Edges of which values and adjoints are there at once: 0.6 GB of float32 for UMA-S.

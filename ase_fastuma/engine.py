@@ -60,6 +60,10 @@ _PASS_BYTES = 12 << 30
 # Bytes for what spares the backward pass products but not whole layers: 1000 atoms then stay within 5 GiB in all.
 _KEPT_BYTES = 7 << 29
 
+# A direction through the plain operations takes as long as so many side by side in the kernels. A first estimate: by
+# operations and bytes 0.35 ms each for C60 on an H200, where the plain ones were measured at 18 ms.
+_DIRECTIONS_A_PRODUCT = 30
+
 
 class FusedBackend:
     """UMA and eSEN models (lmax = mmax = 2, conservative) through the kernels; the interface is `backend.Backend`.
@@ -144,9 +148,8 @@ class FusedBackend:
         """See `backend.Backend.hessian`. Through the kernels, float32-grade at least."""
         if self._kind == "half" and self._safer is not None:
             return self._safer.hessian(system, indices)
-        num_nodes, size, channels = len(system.numbers), 3 * len(indices), self._architecture.sphere_channels
-        needed = curvature.node_bytes(size, num_nodes, channels, self._dtype.itemsize)
-        if self._plain or (self._device.type == "cuda" and needed > self._free_memory() / 2):
+        num_nodes, size = len(system.numbers), 3 * len(indices)
+        if not self._has_tangents(size, num_nodes):
             return hessian_of_products(self, system, indices)
         with self._on_device(), ieee_products(), torch.inference_mode(False), torch.enable_grad():
             network, inputs = self._networks.of(system), self._inputs(system)
@@ -162,6 +165,15 @@ class FusedBackend:
             if found is None:
                 found = body(inputs).cpu().numpy()
         return found * self._checkpoint.tasks[system.task].rmsd
+
+    def _has_tangents(self, num_directions: int, num_nodes: int) -> bool:
+        """Whether so many tangents of all atoms' features can be there at once, in kernels."""
+        if self._plain:
+            return False
+        needed = curvature.node_bytes(
+            num_directions, num_nodes, self._architecture.sphere_channels, self._dtype.itemsize
+        )
+        return self._device.type != "cuda" or needed < self._free_memory() / 2
 
     def _curvature(self, network: Network, members: Members, directions: Tensor, inputs: EdgeInputs) -> Tensor:
         """Second derivatives along directions [K, N, 3]: float64 [K, K], before normalisation."""
@@ -184,8 +196,13 @@ class FusedBackend:
     def hessian_products(self, system: System, directions: np.ndarray) -> np.ndarray:
         """See `backend.Backend.hessian_products`.
 
-        Through the plain forms of the operations, which are differentiable twice and for many directions at once.
+        Many directions are multiplied by the matrix. Few go through the plain forms of the operations, which are
+        differentiable twice and for many directions at once.
         """
+        num_nodes = len(system.numbers)
+        if 3 * num_nodes <= _DIRECTIONS_A_PRODUCT * len(directions) and self._has_tangents(3 * num_nodes, num_nodes):
+            matrix = self.hessian(system, np.arange(num_nodes))
+            return (directions.reshape(len(directions), -1) @ matrix).reshape(directions.shape)
         plain = copy.copy(self)  # with the same weights
         plain._plain = True
         with self._on_device(), ieee_products(), torch.inference_mode(False), torch.enable_grad():
