@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 import triton
+from triton.runtime import driver
 from triton.runtime._async_compile import AsyncCompileMode
 
-_dry: ContextVar[bool] = ContextVar("ase_fastuma_dry", default=False)
+# Kernels that launches have asked for, to be compiled in the end; None outside a dry run.
+_asked: ContextVar[list[Any] | None] = ContextVar("ase_fastuma_asked", default=None)
 
 
 class Kernel:
@@ -29,7 +31,10 @@ class Kernel:
         functools.update_wrapper(self, function)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-        return functools.partial(self._function.warmup, grid=grid) if _dry.get() else self._function[grid]
+        asked = _asked.get()
+        if asked is None:
+            return self._function[grid]
+        return lambda *args, **options: asked.append(self._function.warmup(*args, grid=grid, **options))
 
 
 def kernel(**options: Any) -> Callable[[Callable], Kernel]:
@@ -45,13 +50,20 @@ def dry_run() -> Iterator[None]:
     taken in this thread, which alone runs dry. At the end all kernels are there. One that does not compile says so
     where it is launched.
     """
-    with (
-        ThreadPoolExecutor(os.cpu_count()) as threads,
-        torch.autograd.set_multithreading_enabled(False),
-        AsyncCompileMode(threads, ignore_errors=True),
-    ):
-        token = _dry.set(True)
-        try:
-            yield
-        finally:
-            _dry.reset(token)
+    asked: list[Any] = []
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        with torch.autograd.set_multithreading_enabled(False), AsyncCompileMode(threads, ignore_errors=True):
+            token = _asked.set(asked)
+            try:
+                yield
+            finally:
+                _asked.reset(token)
+        for wanted in {id(kernel): kernel for kernel in asked}.values():
+            threads.submit(_build_launcher, wanted)
+
+
+def _build_launcher(wanted: Any) -> None:
+    """Have the C compiler make what launches a kernel, as long again as the kernel took: launches find it on disk."""
+    compiled = wanted.result() if hasattr(wanted, "result") else wanted
+    if compiled is not None:  # as it is in the interpreter
+        driver.active.launcher_cls(compiled.src, compiled.metadata)
