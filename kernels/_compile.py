@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import triton
 from triton.runtime import driver
-from triton.runtime._async_compile import AsyncCompileMode
+from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
 
 # Kernels that launches have asked for, to be compiled in the end; None outside a dry run.
 _asked: ContextVar[list[Any] | None] = ContextVar("ase_fastuma_asked", default=None)
@@ -58,12 +58,12 @@ def dry_run() -> Iterator[None]:
                 yield
             finally:
                 _asked.reset(token)
-        for wanted in {id(kernel): kernel for kernel in asked}.values():
-            threads.submit(_build_launcher, wanted)
+        # Those of kernels that were there before are there too.
+        for new in {id(kernel): kernel for kernel in asked if isinstance(kernel, FutureKernel)}.values():
+            threads.submit(_build_launcher, new)
 
 
-def _build_launcher(wanted: Any) -> None:
+def _build_launcher(new: FutureKernel) -> None:
     """Have the C compiler make what launches a kernel, as long again as the kernel took: launches find it on disk."""
-    compiled = wanted.result() if hasattr(wanted, "result") else wanted
-    if compiled is not None:  # as it is in the interpreter
-        driver.active.launcher_cls(compiled.src, compiled.metadata)
+    compiled = new.result()
+    driver.active.launcher_cls(compiled.src, compiled.metadata)
