@@ -230,9 +230,8 @@ class FusedBackend:
         arch, itemsize = self._architecture, 2 if self._kind == "half" else self._dtype.itemsize
         if not arch.num_experts:
             return None, 0.0
-        # SO(2) weights, as they are and stored for both directions.
-        numbers = arch.num_layers * 99 * arch.sphere_channels * arch.hidden_channels
-        return mixture_key(arch, system), numbers * (2 * itemsize + 4)
+        numbers = arch.num_layers * 99 * arch.sphere_channels * arch.hidden_channels  # of SO(2) weights
+        return mixture_key(arch, system), numbers * itemsize
 
     @property
     def _edge_bytes(self) -> int:
@@ -379,6 +378,7 @@ class FusedBackend:
         edges = edge_geometry(
             inputs.vectors, inputs.source, inputs.target, element, network.num_elements, cutoff, self._dtype
         )
+        edges = edges._replace(pair=network.pairs[edges.pair])
         return convolution.Geometry(
             **edges._asdict(),
             source=inputs.source,

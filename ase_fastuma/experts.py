@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
 
 if TYPE_CHECKING:
     from ase_fastuma.checkpoint import Architecture
@@ -29,45 +29,62 @@ def mixture_key(architecture: Architecture, system: System) -> tuple:
     return system.composition, size, system.charge, system.spin, system.task
 
 
-def system_embedding(state: State, architecture: Architecture, system: System) -> Tensor:
-    """Embedding of charge, spin and task [C], which is added to every atom's scalars; float64."""
-    prefix = "backbone."
-    parts = [
-        _number_embedding(state, f"{prefix}charge_embedding.", architecture.chg_spin_emb_type, system.charge, 100),
-        _number_embedding(state, f"{prefix}spin_embedding.", architecture.chg_spin_emb_type, system.spin, 0),
-    ]
-    if architecture.use_dataset_embedding:
-        name = architecture.dataset_mapping[system.task]
-        parts.append(state[f"{prefix}dataset_embedding.dataset_emb_dict.{name}.weight"][0].double())
-    mixed = linear(torch.cat(parts), state[f"{prefix}mix_csd.weight"].double(), state[f"{prefix}mix_csd.bias"].double())
-    return silu(mixed)
+class Router:
+    """What charge, spin, task and composition of a system choose, on the host in float64, one system at a time.
+
+    So nothing that a system is evaluated beside makes a difference to it, not in the last bit.
+    """
+
+    def __init__(self, state: State, architecture: Architecture) -> None:
+        self._architecture = architecture
+        chosen = ("charge_", "spin_", "dataset_", "mix_csd", "composition_", "routing_mlp")
+        prefix = "backbone."
+        self._weights = {
+            name.removeprefix(prefix): weight.detach().double().cpu().numpy()
+            for name, weight in state.items()
+            if name.startswith(tuple(prefix + part for part in chosen))
+        }
+
+    def embedding(self, system: System) -> np.ndarray:
+        """Embedding of charge, spin and task [C], which is added to every atom's scalars."""
+        arch, weights = self._architecture, self._weights
+        parts = [self._number("charge_embedding.", system.charge, 100), self._number("spin_embedding.", system.spin, 0)]
+        if arch.use_dataset_embedding:
+            name = arch.dataset_mapping[system.task]
+            parts.append(weights[f"dataset_embedding.dataset_emb_dict.{name}.weight"][0])
+        return _silu(weights["mix_csd.weight"] @ np.concatenate(parts) + weights["mix_csd.bias"])
+
+    def _number(self, prefix: str, value: int, offset: int) -> np.ndarray:
+        """Embedding [C] of a charge (table offset 100) or a spin (offset 0; spin 0 means unspecified)."""
+        kind = self._architecture.chg_spin_emb_type
+        if kind == "rand_emb":
+            return self._weights[f"{prefix}rand_emb.weight"][value + offset]
+        unspecified = offset == 0 and value == 0
+        if kind == "pos_emb":
+            angle = 2 * np.pi * value * self._weights[f"{prefix}W"]
+            embedding = np.concatenate([np.sin(angle), np.cos(angle)])
+            return np.zeros_like(embedding) if unspecified else embedding
+        weight, bias = self._weights[f"{prefix}lin_emb.weight"], self._weights[f"{prefix}lin_emb.bias"]
+        return weight[:, 0] * (-100.0 if unspecified else float(value)) + bias
+
+    def coefficients(self, system: System, embedding: np.ndarray) -> np.ndarray:
+        """Mixing coefficients of the experts [num_experts] from the composition and the embedding [C]."""
+        hidden = embedding
+        if self._architecture.use_composition_embedding:
+            table = self._weights["composition_embedding.weight"]
+            counts = np.bincount(system.numbers, minlength=len(table)).astype(np.float64)
+            total = counts.sum() + self._architecture.composition_mean_includes_zero
+            hidden = np.concatenate([counts @ table / total, embedding])
+        for layer in (0, 2, 4):
+            name = f"routing_mlp.{layer}."
+            hidden = _silu(self._weights[f"{name}weight"] @ hidden + self._weights[f"{name}bias"])
+        exponentials = np.exp(hidden - hidden.max())
+        return exponentials / exponentials.sum() + _SOFTMAX_FLOOR
 
 
-def _number_embedding(state: State, prefix: str, kind: str, value: int, offset: int) -> Tensor:
-    """Embedding [C] of a charge (table offset 100) or a spin (offset 0; spin 0 means unspecified)."""
-    if kind == "rand_emb":
-        return state[f"{prefix}rand_emb.weight"][value + offset].double()
-    unspecified = offset == 0 and value == 0
-    if kind == "pos_emb":
-        angle = 2 * torch.pi * value * state[f"{prefix}W"].double()
-        embedding = torch.cat([angle.sin(), angle.cos()])
-        return torch.zeros_like(embedding) if unspecified else embedding
-    weight, bias = state[f"{prefix}lin_emb.weight"].double(), state[f"{prefix}lin_emb.bias"].double()
-    return weight[:, 0] * (-100.0 if unspecified else float(value)) + bias
-
-
-def expert_coefficients(state: State, architecture: Architecture, system: System, embedding: Tensor) -> Tensor:
-    """Mixing coefficients of the experts [num_experts], float64, from the composition and the embedding [C]."""
-    inputs = [embedding]
-    if architecture.use_composition_embedding:
-        table = state["backbone.composition_embedding.weight"].double()
-        counts = torch.bincount(torch.tensor(system.numbers), minlength=table.shape[0]).to(table)
-        inputs.insert(0, counts @ table / (counts.sum() + architecture.composition_mean_includes_zero))
-    hidden = torch.cat(inputs)
-    for layer in (0, 2, 4):
-        name = f"backbone.routing_mlp.{layer}."
-        hidden = silu(linear(hidden, state[f"{name}weight"].double(), state[f"{name}bias"].double()))
-    return torch.softmax(hidden, dim=0) + _SOFTMAX_FLOOR
+def _silu(x: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):  # of exp, where the quotient is zero
+        return x / (1 + np.exp(-x))
 
 
 def merged_matrices(state: State, name: str, coefficients: Tensor | None, dtype: torch.dtype) -> Tensor:

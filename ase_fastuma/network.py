@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ase_fastuma.experts import (
-    State,
-    expert_coefficients,
-    merged_matrices,
-    mixture_key,
-    system_embedding,
-)
-from ase_fastuma.kernels import reference
+from ase_fastuma.experts import Router, State, merged_matrices, mixture_key
 from ase_fastuma.kernels.atomwise import AtomwiseWeights, atomwise_weights
 from ase_fastuma.kernels.convolution import ConvolutionWeights, S2Grid
 from ase_fastuma.kernels.layout import LMAX, M_MAJOR
 from ase_fastuma.kernels.linear import BlockWeights, block_weights
-from ase_fastuma.kernels.radial import NUM_KNOTS, Radial, tabulate
+from ase_fastuma.kernels.mixture import ExpertBlocks, mixed_weights
+from ase_fastuma.kernels.radial import Radial
+from ase_fastuma.radials import Radials
 
 if TYPE_CHECKING:
     from ase_fastuma.checkpoint import Checkpoint
     from ase_fastuma.system import System
 
-# Sum over neighbours of the edge-degree embedding is divided by this, as these models were trained.
-_DEGREE_RESCALE = 5.0
 # Networks of one system kept at a time: alternating compositions stay fast, a scan over many stays bounded.
 _KEPT_MIXTURES = 16
 # Networks of packs kept: the batch that is worked on now, and another. They hold weights for each of their mixtures.
 _KEPT_PACKS = 2
-# Radial tables are kept up to this size in bytes for all networks together; beyond it the networks themselves run.
-_TABLE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -66,6 +59,7 @@ class Network:
     Attributes:
         num_elements: how many elements there are.
         element: index among them of each atomic number [G * Z]; mixture g begins at g * Z.
+        pairs: where each ordered pair of elements is in the radial networks, source times elements plus target.
         atoms: atom embedding of each atomic number [G * Z, C], charge, spin and task included.
         degree_radial, degree_out: radial network of the edge-degree embedding.
         layers: weights of the layers; where `packed`, their SO(2) weights are grouped by mixture.
@@ -76,6 +70,7 @@ class Network:
 
     num_elements: int
     element: Tensor
+    pairs: Tensor
     atoms: Tensor
     degree_radial: Radial
     degree_out: BlockWeights
@@ -110,7 +105,8 @@ class Networks:
         self._state: State | None = None
         self._of_one = functools.lru_cache(maxsize=_KEPT_MIXTURES)(self._build_one)
         self._of_pack = functools.lru_cache(maxsize=_KEPT_PACKS)(self._build)
-        self._radials = functools.lru_cache(maxsize=4)(self._build_radials)
+        self._radials = Radials(self._loaded, self._architecture, self._dtype, self._store, self._tables)
+        self._shared: dict[str, Any] = {}
 
     def mixture(self, system: System) -> Mixture:
         """The system by what its merged weights depend on."""
@@ -134,46 +130,54 @@ class Networks:
             }
         return self._state
 
+    @functools.cached_property
+    def _router(self) -> Router:
+        return Router(self._checkpoint.state, self._architecture)
+
     def _build(self, mixtures: tuple[Mixture, ...], packed: bool) -> Network:
         systems, state, arch = [m.system for m in mixtures], self._loaded(), self._architecture
-        embeddings = [system_embedding(state, arch, system) for system in systems]
+        embeddings = [self._router.embedding(system) for system in systems]
         coefficients = None
         if arch.num_experts:
-            mixed = [expert_coefficients(state, arch, s, e) for s, e in zip(systems, embeddings, strict=True)]
-            coefficients = torch.stack(mixed)
-
-        def matrix(name: str) -> Tensor:
-            merged = merged_matrices(state, name, coefficients, self._dtype)
-            merged = merged.expand(len(systems), -1, -1)
-            return merged if packed else merged[0]
-
-        elements = tuple(sorted({z for system in systems for z, _ in system.composition}))
+            mixed = [self._router.coefficients(s, e) for s, e in zip(systems, embeddings, strict=True)]
+            coefficients = np.stack(mixed)
+        present = [[z for z, _ in system.composition] for system in systems]
+        elements = sorted(set().union(*present))
+        together = {pair for some in present for pair in itertools.product(some, some)}
+        places, (degree, *radials) = self._radials.of(sorted(together))
         rows = torch.zeros(arch.max_num_elements, dtype=torch.int64)
-        rows[list(elements)] = torch.arange(len(elements))
-        degree, *radials = self._radials(elements)
-        embedding = torch.stack(embeddings).to(self._dtype)
+        rows[elements] = torch.arange(len(elements))
+        pairs = torch.tensor([places.get(pair, 0) for pair in itertools.product(elements, elements)])
+        embedding = torch.from_numpy(np.stack(embeddings)).to(self._device, self._dtype)
         layers, norms = [], []
         for i, radial in enumerate(radials):
             block = f"backbone.blocks.{i}."
             norms.append(self._norm(f"{block}norm_1", embedding if packed else embedding[0]))
             layers.append(
                 Layer(
-                    convolution=self._convolution(f"{block}edge_wise.", matrix, radial),
+                    convolution=self._convolution(f"{block}edge_wise.", coefficients, packed, radial),
                     norm=self._norm(f"{block}norm_2"),
-                    atomwise=self._atomwise(f"{block}atom_wise."),
+                    atomwise=self._once(f"{block}atom_wise.", self._atomwise),
                 )
             )
         return Network(
             num_elements=len(elements),
             element=rows.to(self._device).repeat(len(systems)),
+            pairs=pairs.to(self._device),
             atoms=(state["backbone.sphere_embedding.weight"].to(self._dtype) + embedding[:, None]).flatten(0, 1),
             degree_radial=degree[0],
             degree_out=degree[1],
             layers=tuple(layers),
             norms=(*norms, self._norm("backbone.norm")),
-            head=self._head(systems[0].task),
+            head=self._once(systems[0].task, self._head),
             packed=packed,
         )
+
+    def _once(self, name: str, build: Callable[[str], Any]) -> Any:
+        """What all networks share is built once."""
+        if name not in self._shared:
+            self._shared[name] = build(name)
+        return self._shared[name]
 
     def _store(self, matrices: list[Tensor], bias: Tensor | None, kind: str | None = None) -> BlockWeights:
         return block_weights(matrices, bias, kind or self._kind)
@@ -188,14 +192,10 @@ class Networks:
         return Norm(weight, bias, shift)
 
     def _convolution(
-        self, name: str, matrix: Callable[[str], Tensor], radial: tuple[Radial, BlockWeights]
+        self, name: str, coefficients: np.ndarray | None, packed: bool, radial: tuple[Radial, BlockWeights]
     ) -> ConvolutionWeights:
-        state = self._loaded()
-
         def so2(conv: str) -> BlockWeights:
-            blocks = [matrix(f"{name}{conv}.fc_m0").mT]
-            blocks += [_complex_matrix(matrix(f"{name}{conv}.so2_m_conv.{m - 1}.fc")) for m in (1, 2)]
-            return self._store(blocks, state[f"{name}{conv}.fc_m0.bias"])
+            return self._so2(f"{name}{conv}.", coefficients, packed)
 
         return ConvolutionWeights(
             kind=self._kind,
@@ -207,6 +207,21 @@ class Networks:
             hidden=self._architecture.hidden_channels,
             s2=self._s2_grid,
         )
+
+    def _so2(self, name: str, coefficients: np.ndarray | None, packed: bool) -> BlockWeights:
+        """The weights of an SO(2) linear: of one system, or grouped by mixture."""
+        state = self._loaded()
+        names, paired = [f"{name}fc_m0", *(f"{name}so2_m_conv.{m}.fc" for m in (0, 1))], (False, True, True)
+        bias = state[f"{names[0]}.bias"].to(self._dtype)
+        if coefficients is not None and packed and self._kind in ("split", "half"):
+            blocks = self._once(name, lambda _: ExpertBlocks.of([state[f"{n}.weights"] for n in names], paired))
+            return mixed_weights(blocks, coefficients, bias, self._kind)
+        mixtures = None if coefficients is None else torch.from_numpy(coefficients)
+        merged = [merged_matrices(state, n, mixtures, self._dtype) for n in names]
+        if coefficients is None or not packed:
+            merged = [m[0] for m in merged]
+        blocks = [_complex_matrix(m) if p else m.mT for m, p in zip(merged, paired, strict=True)]
+        return self._store(blocks, bias)
 
     @functools.cached_property
     def _s2_grid(self) -> S2Grid | None:
@@ -251,52 +266,6 @@ class Networks:
             )
             for i in (0, 2, 4)
         )
-
-    def _build_radials(self, elements: tuple[int, ...]) -> list[tuple[Radial, BlockWeights]]:
-        """Radial networks of the edge-degree embedding and of each layer, for all pairs of the elements."""
-        state, arch = self._loaded(), self._architecture
-        names = ["backbone.edge_degree_embedding.rad_func.net."]
-        names += [f"backbone.blocks.{i}.edge_wise.so2_conv_1.rad_func.net." for i in range(arch.num_layers)]
-        pairs, width = len(elements) ** 2, arch.edge_channels
-        tables = self._tables and len(names) * pairs * (NUM_KNOTS - 1) * 4 * width * 4 <= _TABLE_BYTES
-        out = []
-        for name in names:
-            out_weight, out_bias = state[f"{name}6.weight"].T.double(), state[f"{name}6.bias"].double()
-            if name is names[0]:
-                out_weight, out_bias = out_weight / _DEGREE_RESCALE, out_bias / _DEGREE_RESCALE
-            table = None
-            if tables:
-                layers, pair_bias = self._radial_layers(name, elements, torch.float64)
-                table = tabulate(pair_bias, layers, arch.cutoff)
-            layers, pair_bias = self._radial_layers(name, elements, self._dtype)
-            out.append((Radial(pair_bias, layers, table), self._store([out_weight], out_bias)))
-        return out
-
-    def _radial_layers(
-        self, name: str, elements: tuple[int, ...], dtype: torch.dtype
-    ) -> tuple[reference.RadialLayers, Tensor]:
-        state, arch = self._loaded(), self._architecture
-        centres = torch.linspace(0.0, arch.cutoff, arch.num_distance_basis, dtype=dtype)
-        exponent = -0.5 / (2.0 * (centres[1] - centres[0])).item() ** 2
-        weights = {n: state[f"{name}{n}"].to(dtype) for n in ("0.weight", "0.bias", "1.weight", "1.bias")}
-        weights |= {n: state[f"{name}{n}"].to(dtype) for n in ("3.weight", "3.bias", "4.weight", "4.bias")}
-        basis, source, target = weights["0.weight"].T.split(
-            [arch.num_distance_basis, arch.edge_channels, arch.edge_channels]
-        )
-        rows = torch.tensor(elements, device=self._device)
-        source = state["backbone.source_embedding.weight"][rows].to(dtype) @ source
-        target = state["backbone.target_embedding.weight"][rows].to(dtype) @ target
-        pair_bias = (source[:, None] + target[None, :]).flatten(0, 1) + weights["0.bias"]
-        layers = reference.RadialLayers(
-            centres=centres.to(self._device),
-            gaussian_exponent=exponent,
-            weight_distance=basis,
-            norm_first=(weights["1.weight"], weights["1.bias"]),
-            weight_second=weights["3.weight"].T,
-            bias_second=weights["3.bias"],
-            norm_second=(weights["4.weight"], weights["4.bias"]),
-        )
-        return layers, pair_bias
 
 
 def _complex_matrix(weight: Tensor) -> Tensor:

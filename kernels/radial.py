@@ -23,6 +23,7 @@ from ._device import power_of_two_scale, store_value
 from .operand import SPLIT_OF_KIND, Operand, empty_operand, to_operand
 
 NUM_KNOTS = 512
+_PAIRS = 16  # tabulated at a time
 
 
 @dataclass(frozen=True)
@@ -39,19 +40,26 @@ class RadialTable:
 
 
 def tabulate(pair_bias: Tensor, layers: reference.RadialLayers, cutoff: float) -> RadialTable:
-    """Tabulate a radial network from 0 to the cutoff (A), in float64, for the pairs of ``pair_bias`` [P, B]."""
+    """Tabulate a radial network from 0 to the cutoff (A), in float64, for the pairs of ``pair_bias`` [P, B].
+
+    The table of a pair does not depend on the others: all products are of the same shape, pairs standing in for those
+    that are missing at the end.
+    """
     pairs, width = pair_bias.shape
     spacing = cutoff / (NUM_KNOTS - 1)
     knots = torch.arange(NUM_KNOTS, dtype=torch.float64, device=pair_bias.device) * spacing
     coefficients = pair_bias.new_empty(pairs, NUM_KNOTS - 1, 4, width, dtype=torch.float32)
-    for i in range(pairs):  # one pair at a time: the float64 intermediates stay small
-        pair = torch.full((NUM_KNOTS,), i, device=knots.device)
-        value, slope = network_with_slope(knots, pair_bias, pair, layers)
+    for first in range(0, pairs, _PAIRS):  # some at a time: the float64 intermediates stay small
+        pair = torch.arange(first, first + _PAIRS, device=knots.device).clamp(max=pairs - 1)
+        each = pair.repeat_interleave(NUM_KNOTS, output_size=_PAIRS * NUM_KNOTS)
+        found = network_with_slope(knots.repeat(_PAIRS), pair_bias, each, layers)
+        value, slope = (t.view(_PAIRS, NUM_KNOTS, width)[: pairs - first] for t in found)
         slope = slope * spacing
-        rise = value[1:] - value[:-1]
-        coefficients[i, :, 0], coefficients[i, :, 1] = value[:-1], slope[:-1]
-        coefficients[i, :, 2] = 3 * rise - 2 * slope[:-1] - slope[1:]
-        coefficients[i, :, 3] = slope[:-1] + slope[1:] - 2 * rise
+        rise = value[:, 1:] - value[:, :-1]
+        block = coefficients[first : first + _PAIRS]
+        block[:, :, 0], block[:, :, 1] = value[:, :-1], slope[:, :-1]
+        block[:, :, 2] = 3 * rise - 2 * slope[:, :-1] - slope[:, 1:]
+        block[:, :, 3] = slope[:, :-1] + slope[:, 1:] - 2 * rise
     return RadialTable(coefficients, spacing)
 
 
