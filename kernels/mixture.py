@@ -120,9 +120,9 @@ def mixed_weights(experts: ExpertBlocks, coefficients: np.ndarray, bias: Tensor 
     sizes = [k * n for k, n in experts.shapes]
     high = torch.empty(num_groups, sum(sizes), dtype=torch.float16, device=device)
     low = torch.empty_like(high) if kind == "split" else None
-    weight = np.abs(coefficients)
+    weight = np.abs(coefficients)[:, :, None]
     # Powers of two, each from its own row alone: entries become at most the largest half that is stored.
-    bound = np.stack([(row[:, None] * experts.largest).sum(axis=0) for row in weight])
+    bound = (weight * experts.largest).sum(axis=1)
     scale = np.ldexp(2 * HALF_TOP, -np.frexp(np.maximum(bound, 2.0**-100))[1])
     scale = np.pad(scale, ((0, 0), (0, 3 - scale.shape[1])), constant_values=1.0).astype(np.float32)
     scales, coefficient = (torch.from_numpy(a).to(device) for a in (scale, np.ascontiguousarray(coefficients)))
@@ -151,7 +151,7 @@ def mixed_weights(experts: ExpertBlocks, coefficients: np.ndarray, bias: Tensor 
         first += sizes[i]
     bounds: list[Tensor | None] = [None, None]
     if kind == "half":
-        growth = np.stack([(row[:, None] * experts.growth).sum(axis=0) for row in weight])
+        growth = (weight * experts.growth).sum(axis=1)
         shift = 0.0 if bias is None else float(bias.abs().amax()) / HALF_TOP
         bounds = [_powers(growth[:, i], shift if i == 0 else 0.0, device) for i in range(2)]
     stored = Operand(kind, high, low, 1 / scales)
