@@ -97,11 +97,19 @@ def test_a_run_with_a_case_twice_is_refused(checkout: Path) -> None:
     assert "expected one row a case in the run of bbbbbbb" in run("report", root=checkout).stderr
 
 
-def test_single_operations(tmp_path: Path) -> None:
-    rows = measured(tmp_path, "ops", "--atoms", 4, "--channels", 5, "--kinds", "split", "--seconds", 0.01)
-    assert len({row["op"] for row in rows}) == 17
+QUICK = ["second_linear", "radial", "neighbour_list", "forces", "norm"]  # where kernels are interpreted
+
+
+@pytest.mark.parametrize(
+    ("chosen", "count"), [(["--ops", *QUICK], 8), pytest.param([], 17, marks=pytest.mark.gpu)], ids=["quick", "all"]
+)
+def test_single_operations(tmp_path: Path, chosen: list[str], count: int) -> None:
+    arguments = ["--atoms", 4, "--channels", 5, "--kinds", "split", "--seconds", 0.01, *chosen]
+    rows = measured(tmp_path, "ops", *arguments)
+    assert len({row["op"] for row in rows}) == count
     assert {row["impl"] for row in rows} == {"fastuma", "torch"}
-    assert all(row["rel_err"] < ERROR[row["precision"]] for row in rows)
+    for row in rows:
+        assert row["rel_err"] < (SLOPE_ERROR if row["op"] == "radial_with_slope" else ERROR[row["precision"]])
 
 
 @pytest.mark.gpu

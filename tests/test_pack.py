@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -59,6 +61,18 @@ def plain(checkpoint, systems) -> list[dict[str, np.ndarray]]:
     return [engine.evaluate(s, ALL) for s in systems]
 
 
+@pytest.fixture(scope="module")
+def whole(checkpoint, systems) -> Callable[[str, str], tuple[FusedBackend, list[dict[str, np.ndarray]]]]:
+    """All of them in one pass, on a device in a precision, and the engine that did it; once."""
+
+    @functools.cache
+    def evaluated(device: str, precision: str) -> tuple[FusedBackend, list[dict[str, np.ndarray]]]:
+        engine = FusedBackend(checkpoint, Settings(device=device, precision=precision))
+        return engine, engine.evaluate_many(systems, ALL)
+
+    return evaluated
+
+
 @pytest.mark.parametrize(
     ("device", "precision"),
     [
@@ -67,9 +81,8 @@ def plain(checkpoint, systems) -> list[dict[str, np.ndarray]]:
         *(pytest.param("cuda", precision, marks=pytest.mark.gpu) for precision in FORCE_ERROR),
     ],
 )
-def test_a_pack_equals_its_members(checkpoint, systems, plain, device, precision):
-    engine = FusedBackend(checkpoint, Settings(device=device, precision=precision))
-    found = engine.evaluate_many(systems, ALL)
+def test_a_pack_equals_its_members(whole, systems, plain, device, precision):
+    engine, found = whole(device, precision)
     for got, want in zip(found, plain, strict=True):
         assert set(got) == ALL
         scale = max(1.0, np.abs(want["forces"]).max())
@@ -85,15 +98,14 @@ def test_a_pack_equals_its_members(checkpoint, systems, plain, device, precision
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("precision", ["accurate", pytest.param("fast", marks=pytest.mark.gpu)])
-def test_results_do_not_depend_on_the_pack(checkpoint, systems, device, precision):
+def test_results_do_not_depend_on_the_pack(whole, systems, device, precision):
     """Bitwise: in another order, among others, and alone."""
-    engine = FusedBackend(checkpoint, Settings(device=device, precision=precision))
-    whole = engine.evaluate_many(systems, ALL)
+    engine, together = whole(device, precision)
     chosen = [7, 4, 2, 5] if device == "cuda" else [4, 2]
     for indices in (chosen, chosen[:1]) if device == "cuda" else (chosen,):
         for i, part in zip(indices, engine.evaluate_many([systems[i] for i in indices], ALL), strict=True):
             for name in ALL:
-                np.testing.assert_array_equal(part[name], whole[i][name])
+                np.testing.assert_array_equal(part[name], together[i][name])
 
 
 @pytest.mark.parametrize("device", DEVICES)
