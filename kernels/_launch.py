@@ -104,15 +104,14 @@ def matmul_tile(
     raise RuntimeError(f"device: expected at least 32 KiB of shared memory a block, got {available} bytes")
 
 
-def outer_tile(num_groups: int, depth: int, width: int, device: torch.device) -> MatmulTile:
-    """Tiles of the sums x^T g over the rows of a group, [depth, width]: rows and columns of the result, `k` rows of x.
-
-    As large as leaves a program for each processor. `k` is fixed: it orders the sum. Not measured yet.
-    """
+def outer_tile(depth: int, width: int, operand: str, device: torch.device) -> MatmulTile:
+    """Tiles of the sums x^T g over rows, [depth, width]: rows and columns of the result, `k` rows of x a step."""
     m, n = (min(128, max(16, triton.next_power_of_2(size))) for size in (depth, width))
-    if device.type == "cuda":
-        programs = num_groups * triton.cdiv(depth, m) * triton.cdiv(width, n)
-        if programs < _processors(device.index or 0):
-            m, n = min(64, m), min(64, n)
-    large = m * n > 64 * 64
-    return MatmulTile(m, n, 32, 8 if large else 4, 3 if large else 4)
+    available = shared_memory_per_block(device.index or 0) if device.type == "cuda" else 160 * 1024
+    bytes_per_stage = (2 if operand == "split" else 1) * 2 * 32 * (m + n)
+    return MatmulTile(m, n, 32, 8 if m * n > 64 * 64 else 4, min(4, available // bytes_per_stage))
+
+
+def in_chunks(programs: int, device: torch.device) -> bool:
+    """Whether so many programs, one for all rows of a group, leave the card idle: then chunks of rows are summed."""
+    return programs < 4 * (_processors(device.index or 0) if device.type == "cuda" else 1)

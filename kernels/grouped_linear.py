@@ -5,10 +5,10 @@
     dw[g] = sum over the rows m of g of  x[m]^T dy[m]
 
 Three bilinear maps, each of whose derivatives is made of the others, so they are their own double backward. Sums over
-the rows of a group are taken in order by one program: gradients repeat bitwise, and a group's do not depend on others.
+rows are taken in order, or over chunks of rows in order and then over chunks: gradients repeat bitwise.
 
-Precision is that of the operands (:mod:`.operand`); sums over rows take one TF32 product ("half") or three ("split"),
-since a scale for each row, or range of float16 without one, does not go with a sum over rows.
+Precision is that of the operands (:mod:`.operand`). Sums over rows take operands with one scale for each column: of an
+entry 2^13 times smaller than the largest of its column ("split"), or 2^26 times, not all bits are left.
 """
 
 from __future__ import annotations
@@ -24,74 +24,100 @@ from torch import Tensor
 from . import reference
 from ._check import check_shape
 from ._compile import kernel
-from ._launch import outer_tile, runs_kernels
+from ._launch import in_chunks, outer_tile, runs_kernels
 from .groups import RowGroups
 from .linear import BlockWeights, block_matmul, block_weights
-from .operand import KINDS, ieee_products, to_operand
+from .operand import KINDS, SPLIT_OF_KIND, columns_in_halves, ieee_products, to_operand
 
-# Products of a sum over rows by operand kind: TF32 keeps the bits of a half.
-_PRODUCTS = {"split": "tf32x3", "half": "tf32"}
+# Rows summed by one program where there are few: long enough that the sum over chunks costs little.
+_CHUNK = 4096
 
 
-@kernel(do_not_specialize_on_alignment=["first"])
+@kernel(do_not_specialize_on_alignment=["first", "last"])
 def _outer_kernel(
-    x,
-    g,
+    x_high,
+    x_low,
+    x_unscale,
+    g_high,
+    g_low,
+    g_unscale,
     first,
+    last,
     out,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    PRODUCTS: tl.constexpr,
+    K,
+    N,
+    SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """out[group] [K, N] = x^T g over the group's rows, one tile of it."""
-    K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    i_tile = tl.program_id(0) % (K_TILES * N_TILES)
-    group = (tl.program_id(0) // (K_TILES * N_TILES)).to(tl.int64)
-    o_k = i_tile // N_TILES * BLOCK_K + tl.arange(0, BLOCK_K)
-    o_n = i_tile % N_TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+    """out[part] [K, N] = x^T g over rows first[part] : last[part], one tile of it."""
+    k_tiles = tl.cdiv(K, BLOCK_K)
+    n_tiles = tl.cdiv(N, BLOCK_N)
+    i_tile = tl.program_id(0) % (k_tiles * n_tiles)
+    part = (tl.program_id(0) // (k_tiles * n_tiles)).to(tl.int64)
+    begin = tl.load(first + part)
+    count = (tl.load(last + part) - begin).to(tl.int32)
+    o_m = tl.arange(0, BLOCK_M)
+    o_k = i_tile // n_tiles * BLOCK_K + tl.arange(0, BLOCK_K)
+    o_n = i_tile % n_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     m_k = o_k < K
     m_n = o_n < N
-    last = tl.load(first + group + 1)
+    x_row = begin * K
+    g_row = begin * N
+    x_tile = o_m[:, None] * K + o_k[None, :]
+    g_tile = o_m[:, None] * N + o_n[None, :]
     sums = tl.zeros([BLOCK_K, BLOCK_N], dtype=tl.float32)
-    for start in range(tl.load(first + group), last, BLOCK_M):
-        rows = start + tl.arange(0, BLOCK_M)
-        m_m = rows < last
-        b_x = tl.load(x + rows[None, :] * K + o_k[:, None], mask=m_m[None, :] & m_k[:, None], other=0.0)
-        b_g = tl.load(g + rows[:, None] * N + o_n[None, :], mask=m_m[:, None] & m_n[None, :], other=0.0)
-        sums = tl.dot(b_x, b_g, sums, input_precision=PRODUCTS)
-    at = (group * K + o_k[:, None]) * N + o_n[None, :]
+    for row in range(0, count, BLOCK_M):
+        m_m = (o_m < count - row)[:, None]
+        xh = tl.trans(tl.load(x_high + x_row + x_tile, mask=m_m & m_k[None, :], other=0.0))
+        gh = tl.load(g_high + g_row + g_tile, mask=m_m & m_n[None, :], other=0.0)
+        sums = tl.dot(xh, gh, sums)
+        if SPLIT == 2:
+            xl = tl.trans(tl.load(x_low + x_row + x_tile, mask=m_m & m_k[None, :], other=0.0))
+            gl = tl.load(g_low + g_row + g_tile, mask=m_m & m_n[None, :], other=0.0)
+            sums = tl.dot(xl, gh, sums)
+            sums = tl.dot(xh, gl, sums)
+        x_row += BLOCK_M * K
+        g_row += BLOCK_M * N
+    sums *= tl.load(x_unscale + o_k, mask=m_k, other=0.0)[:, None]
+    sums *= tl.load(g_unscale + o_n, mask=m_n, other=0.0)[None, :]
+    at = (part * K + o_k[:, None]) * N + o_n[None, :]
     tl.store(out + at, sums, mask=m_k[:, None] & m_n[None, :])
 
 
 def _outer(x: Tensor, g: Tensor, groups: RowGroups, kind: str) -> Tensor:
     """x^T g of each group: [M, K], [M, N] -> [G, K, N]."""
-    if kind not in _PRODUCTS or not runs_kernels(x):
+    if kind in ("single", "double") or not runs_kernels(x):
         with ieee_products():
             return reference.grouped_outer(x, g, groups.starts)
-    depth, width = x.shape[1], g.shape[1]
-    out = x.new_empty(groups.num_groups, depth, width)
-    if out.numel():
-        tile = outer_tile(groups.num_groups, depth, width, x.device)
-        programs = groups.num_groups * triton.cdiv(depth, tile.m) * triton.cdiv(width, tile.n)
-        _outer_kernel[(programs,)](
-            x.contiguous(),
-            g.contiguous(),
-            groups.first,
-            out,
-            K=depth,
-            N=width,
-            PRODUCTS=_PRODUCTS[kind],
-            BLOCK_M=tile.k,
-            BLOCK_K=tile.m,
-            BLOCK_N=tile.n,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
-    return out
+    (num_rows, depth), width, num_groups = x.shape, g.shape[1], groups.num_groups
+    if num_rows * num_groups * depth * width == 0:
+        return x.new_zeros(num_groups, depth, width)
+    tile = outer_tile(depth, width, kind, x.device)
+    tiles = triton.cdiv(depth, tile.m) * triton.cdiv(width, tile.n)
+    chunked = in_chunks(num_groups * tiles, x.device)
+    first, last = groups.tiles(_CHUNK)[1:] if chunked else (groups.first[:-1], groups.first[1:])
+    out = x.new_empty(len(first), depth, width)
+    _outer_kernel[(len(first) * tiles,)](
+        *columns_in_halves(x.contiguous(), kind),
+        *columns_in_halves(g.contiguous(), kind),
+        first,
+        last,
+        out,
+        depth,
+        width,
+        SPLIT=SPLIT_OF_KIND[kind],
+        BLOCK_M=tile.k,
+        BLOCK_K=tile.m,
+        BLOCK_N=tile.n,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    if not chunked:
+        return out
+    lengths = groups.tile_counts(_CHUNK)
+    return torch.segment_reduce(out.flatten(1), "sum", lengths=lengths, unsafe=True).view(-1, depth, width)
 
 
 class _Outer(torch.autograd.Function):

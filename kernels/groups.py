@@ -50,13 +50,17 @@ class RowGroups:
         """Rows of each group [G], int64."""
         return self.first.diff()
 
+    def tile_counts(self, rows: int) -> Tensor:
+        """Tiles of so many rows in each group [G], int64."""
+        return (self.counts + rows - 1) // rows
+
     def tiles(self, rows: int) -> Tensor:
         """Group, first row and end of the rows of each tile of so many rows [3, T], int64; kept. Empty tiles end it."""
         if rows not in self._tiles:
             # An even number, so that each of the three rows begins where a compiled kernel may expect it to.
             most = (self.num_rows // rows + self.num_groups + 1) // 2 * 2
             tile = torch.arange(most, device=self.first.device)
-            tiles = (self.counts + rows - 1) // rows  # of each group
+            tiles = self.tile_counts(rows)
             ends = tiles.cumsum(0)
             # Tiles beyond the last one lie past the end of the last group.
             group = torch.searchsorted(ends, tile, right=True).clamp(max=self.num_groups - 1)

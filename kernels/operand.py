@@ -141,6 +141,31 @@ def rows_in_halves(value: Tensor, kind: str) -> Operand:
     return Operand(kind, high, low, 1 / scale)
 
 
+@kernel()
+def _store_columns_kernel(matrix, scale, high, low, size, K, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
+    """Scale columns and store them as halves."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < size
+    value = tl.load(matrix + at, mask=mask, other=0.0)
+    store_value(high, low, at, mask, value, tl.load(scale + at % K, mask=mask, other=0.0), SPLIT)
+
+
+def columns_in_halves(value: Tensor, kind: str) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Store a float32 matrix [M, K] as "split" or "half" for a product that sums over its rows.
+
+    Returns what an operand has for rows, with scales for columns: halves and their remainders [M, K], unscale [K].
+    """
+    largest = torch.linalg.vector_norm(value, torch.inf, dim=0).clamp(min=2.0**-100)
+    scale = torch.ldexp(torch.full_like(largest, 2 * HALF_TOP), -torch.frexp(largest).exponent)
+    high = torch.empty_like(value, dtype=torch.float16)
+    low = torch.empty_like(high) if kind == "split" else None
+    size, split = value.numel(), SPLIT_OF_KIND[kind]
+    _store_columns_kernel[(triton.cdiv(size, 1024),)](
+        value, scale, high, low, size, value.shape[1], BLOCK=1024, SPLIT=split, num_warps=4
+    )
+    return high, low, 1 / scale
+
+
 @contextmanager
 def ieee_products() -> Iterator[None]:
     """Torch's matrix products in IEEE arithmetic, whatever TF32 switches and autocast regions allow elsewhere.

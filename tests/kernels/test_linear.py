@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ase_fastuma.kernels import grouped_linear as grouped_module
 from ase_fastuma.kernels import reference
 from ase_fastuma.kernels.grouped_linear import grouped_linear
 from ase_fastuma.kernels.groups import RowGroups
@@ -196,6 +197,25 @@ def test_grouped_linear_and_its_gradients(device, kind, counts):
     for mine, other in zip(found, wanted, strict=True):
         assert mine.shape == other.shape
         assert (mine.double() - other).norm() <= ERROR[kind] * other.norm()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_of_weights_in_chunks(device, monkeypatch):
+    """Chunks of rows summed afterwards, groups without rows and rows of very different size among them."""
+    counts, chunks = COUNTS["some"], []
+    starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    magnitudes = torch.logspace(-4, 4, starts[-1], dtype=torch.float64, device=device)[:, None]
+    x, g = (random((starts[-1], n), device, torch.float64, n) * magnitudes for n in (19, 35))
+    w = torch.zeros(len(counts), 19, 35, device=device, requires_grad=True)
+    monkeypatch.setattr(grouped_module, "_CHUNK", 8)
+    for chunked in (True, False):
+        monkeypatch.setattr(grouped_module, "in_chunks", lambda *_, chunked=chunked: chunks.append(chunked) or chunked)
+        y = grouped_linear(x.float(), w, starts)
+        (got,) = torch.autograd.grad(y, w, g.float())
+        want = reference.grouped_outer(x, g, starts)
+        assert (got.double() - want).norm() < ERROR["split"] * want.norm()
+        assert not got[[0, 4]].any()
+    assert chunks == [True, False]
 
 
 @pytest.mark.parametrize("device", DEVICES)
