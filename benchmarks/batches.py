@@ -174,10 +174,10 @@ def measure(
     evaluate, running = opened(impl, checkpoint, task, options.at_once)
     forces = np.concatenate(evaluate(structures))
     first_call = time.perf_counter() - start
-    calls = moving(structures)
-    times_of(evaluate, calls, 0.0, options.warm_up)
-    found: dict[str, Any] = quantiles(times_of(evaluate, calls, options.seconds, options.repeats))
-    variants = (build(name, variant)[0] for variant in range(1, 1 + options.new_batches))
+    calls, long = moving(structures), first_call > options.long
+    times_of(evaluate, calls, 0.0, 0 if long else options.warm_up)
+    found: dict[str, Any] = quantiles(times_of(evaluate, calls, options.seconds, 1 if long else options.repeats))
+    variants = (build(name, variant)[0] for variant in range(1, 1 + (0 if long else options.new_batches)))
     new = times_of(evaluate, variants, float("inf"), options.new_batches)
     return found | {
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if CUDA else None,
@@ -205,6 +205,7 @@ def main() -> None:
         "--warm-up", type=int, default=4, help="calls before the repeats, which record what comes again"
     )
     parser.add_argument("--new-batches", type=int, default=3, help="calls with mixtures that were not seen")
+    parser.add_argument("--long", type=float, default=20.0, help="a first call of so many seconds is repeated once")
     parser.add_argument("--at-once", type=int, default=256, help="structures in a batch of fairchem-core")
     parser.add_argument("--reference-atoms", type=int, default=2000, help="most atoms to compare with float64")
     add_arguments(parser)
