@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from dataclasses import fields
@@ -88,6 +89,25 @@ STRUCTURES = {
 
 structures = pytest.mark.parametrize("name", STRUCTURES)
 
+# Where kernels are interpreted: as many edges as it takes.
+SMALL_SEARCHES = [
+    ("triclinic", 4.0),
+    ("very skew", 4.0),
+    ("left-handed", 4.0),
+    ("one atom, tiny cell", 3.0),
+    ("one atom, simple cubic", 6.0),
+    ("two bins along one axis", 3.0),
+    ("slab without third vector", 3.0),
+    ("wire", 3.0),
+    ("molecule", 6.0),
+    ("one atom alone", 6.0),
+    ("two atoms out of reach", 6.0),
+    ("sparse", 6.0),
+    ("on the faces", 4.0),
+    ("unwrapped", 4.0),
+]
+small_searches = pytest.mark.parametrize(("name", "cutoff"), SMALL_SEARCHES)
+
 
 def build(atoms: Atoms, cutoff: float = CUTOFF, cap: int | None = None, device: str = "cpu") -> NeighbourList:
     positions = torch.tensor(atoms.positions, device=device)
@@ -99,6 +119,12 @@ def build_by_kernels(atoms: Atoms, cutoff: float = CUTOFF, cap: int | None = Non
     positions = torch.tensor(atoms.positions, device="cuda" if torch.cuda.is_available() else "cpu")
     bins = module._plan_bins(torch.tensor(atoms.cell.array), tuple(atoms.pbc.tolist()), cutoff, len(atoms))
     return module.assemble(module._search_triton(positions, bins), cap)
+
+
+@functools.cache
+def found_by_kernels(name: str, cutoff: float) -> NeighbourList:
+    """Once for all tests of a structure."""
+    return build_by_kernels(STRUCTURES[name](), cutoff)
 
 
 def search_within(atoms: Atoms, room: module.EdgeRoom, cutoff: float = CUTOFF) -> module.FoundEdges:
@@ -200,28 +226,10 @@ def test_invariants(name):
 
 
 @kernels_run
-@pytest.mark.parametrize(
-    ("name", "cutoff"),
-    [
-        ("triclinic", 4.0),
-        ("very skew", 4.0),
-        ("left-handed", 4.0),
-        ("one atom, tiny cell", 3.0),
-        ("one atom, simple cubic", 6.0),
-        ("two bins along one axis", 3.0),
-        ("slab without third vector", 3.0),
-        ("wire", 3.0),
-        ("molecule", 6.0),
-        ("one atom alone", 6.0),
-        ("two atoms out of reach", 6.0),
-        ("sparse", 6.0),
-        ("on the faces", 4.0),
-        ("unwrapped", 4.0),
-    ],
-)
+@small_searches
 def test_kernels_equal_plain_bitwise(name, cutoff):
     atoms = STRUCTURES[name]()
-    edges, expected = build_by_kernels(atoms, cutoff), build(atoms, cutoff)
+    edges, expected = found_by_kernels(name, cutoff), build(atoms, cutoff)
     for got, want in zip(canonical(edges), canonical(expected), strict=True):
         assert torch.equal(got, want)
     assert torch.equal(edges.row_start.cpu(), expected.row_start)
@@ -349,19 +357,23 @@ def test_bins_stay_one_cutoff_wide_where_atoms_are_dense():
 # --- room of a fixed size ---
 
 
-@structures
-def test_search_within_room_finds_the_same_edges(name):
+@kernels_run
+@pytest.mark.parametrize(
+    ("name", "cutoff"),
+    [*SMALL_SEARCHES, *(pytest.param(name, CUTOFF, marks=pytest.mark.gpu, id=f"{name}-whole") for name in STRUCTURES)],
+)
+def test_search_within_room_finds_the_same_edges(name, cutoff):
     atoms = STRUCTURES[name]()
-    expected = build_by_kernels(atoms)
+    expected = found_by_kernels(name, cutoff)
     n_edges, device = len(expected.source), expected.source.device
-    room = module.EdgeRoom.of(n_edges + 70, CUTOFF, device)
-    found = search_within(atoms, room)
+    room = module.EdgeRoom.of(n_edges + 70, cutoff, device)
+    found = search_within(atoms, room, cutoff)
     assert torch.equal(room.source[:n_edges], expected.source)
     assert torch.equal(room.target[:n_edges], expected.target)
     assert torch.equal(room.vectors[:n_edges], expected.vectors)
     assert torch.equal(found.row_start, expected.row_start)
     assert torch.equal(found.by_source[:n_edges], expected.by_source)
-    assert (room.vectors[n_edges:].norm(dim=1) == CUTOFF).all()
+    assert (room.vectors[n_edges:].norm(dim=1) == cutoff).all()
     most = int(expected.row_start.diff().max())
     assert found.summary[:2].tolist() == [n_edges, most]
     assert math.sqrt(found.summary[2]) == expected.shortest
