@@ -17,6 +17,16 @@ def runs_kernels(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda or (INTERPRETED and tensor.device.type == "cpu")
 
 
+def cdiv(number: int, divisor: int) -> int:
+    """The quotient, rounded up. Triton's own takes a hundred times as long on the host, and launches are many."""
+    return -(-number // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is no less."""
+    return 1 << max(0, number - 1).bit_length()
+
+
 class EdgeTile(NamedTuple):
     """Edges per program, padded channels and warps of a kernel over edges."""
 
@@ -25,6 +35,7 @@ class EdgeTile(NamedTuple):
     warps: int
 
 
+@functools.cache
 def edge_tile(channels: int, itemsize: int, edges: int = 4, warps: int = 4) -> EdgeTile:
     """Tiles of the edge kernels: 16 bytes a lane, one edge a warp at 128 float32 channels.
 
@@ -32,7 +43,7 @@ def edge_tile(channels: int, itemsize: int, edges: int = 4, warps: int = 4) -> E
     channels take fewer edges and more warps, so the registers hold. `edges` and `warps` are those at 128 float32
     channels.
     """
-    padded = max(16, triton.next_power_of_2(channels))
+    padded = max(16, next_power_of_2(channels))
     warps_an_edge = max(1, padded * itemsize // 512)
     return EdgeTile(max(1, edges // warps_an_edge), padded, max(warps, warps_an_edge))
 
@@ -95,7 +106,7 @@ def matmul_tile(
     if rows_a_group is not None:
         low, last = small[-2:]
         choice = (*(t for t in choice if t.k == low.k and 16 * t.m <= rows_a_group), low, last)
-    narrow = max(16, triton.next_power_of_2(columns))
+    narrow = max(16, next_power_of_2(columns))
     for tile in choice:
         fitted = tile._replace(n=min(tile.n, narrow))
         bytes_per_stage = (2 if operand == "split" else 1) * 2 * fitted.k * (fitted.m + fitted.n)
@@ -106,7 +117,7 @@ def matmul_tile(
 
 def outer_tile(depth: int, width: int, operand: str, device: torch.device) -> MatmulTile:
     """Tiles of the sums x^T g over rows, [depth, width]: rows and columns of the result, `k` rows of x a step."""
-    m, n = (min(128, max(16, triton.next_power_of_2(size))) for size in (depth, width))
+    m, n = (min(128, max(16, next_power_of_2(size))) for size in (depth, width))
     available = shared_memory_per_block(device.index or 0) if device.type == "cuda" else 160 * 1024
     bytes_per_stage = (2 if operand == "split" else 1) * 2 * 32 * (m + n)
     return MatmulTile(m, n, 32, 8 if m * n > 64 * 64 else 4, min(4, available // bytes_per_stage))

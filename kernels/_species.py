@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._launch import cdiv, next_power_of_2
+
 _TILE = 64
 """Nodes of a program: their ranks within it are a comparison of each with each."""
 
@@ -104,7 +106,7 @@ def chunks_of_species(totals, i_species, chunk_size, BLOCK_E: tl.constexpr):
 
 def padded_species(num_species: int) -> int:
     """BLOCK_E, the species of a program's row."""
-    return max(16, triton.next_power_of_2(num_species))
+    return max(16, next_power_of_2(num_species))
 
 
 def nodes_by_species(species: Tensor, num_species: int) -> NodesBySpecies:
@@ -114,8 +116,8 @@ def nodes_by_species(species: Tensor, num_species: int) -> NodesBySpecies:
     of them, of 8 to 64 nodes.
     """
     num_nodes = species.shape[0]
-    size = min(64, max(8, triton.next_power_of_2(num_nodes // 1024)))
-    tiles, block = triton.cdiv(num_nodes, _TILE), padded_species(num_species)
+    size = min(64, max(8, next_power_of_2(num_nodes // 1024)))
+    tiles, block = cdiv(num_nodes, _TILE), padded_species(num_species)
     like = {"dtype": torch.int32, "device": species.device}
     counts, totals, order = (
         torch.empty(tiles, block, **like),
@@ -127,4 +129,4 @@ def nodes_by_species(species: Tensor, num_species: int) -> NodesBySpecies:
     _order_kernel[(tiles,)](
         species, counts, totals, order, num_nodes, num_species, TILE=_TILE, BLOCK_E=block, num_warps=4
     )
-    return NodesBySpecies(order, totals, size, triton.cdiv(num_nodes, size) + num_species)
+    return NodesBySpecies(order, totals, size, cdiv(num_nodes, size) + num_species)

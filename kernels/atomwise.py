@@ -27,7 +27,7 @@ from . import reference
 from ._check import check_shape
 from ._compile import kernel
 from ._device import load_l_major, power_of_two_scale
-from ._launch import edge_tile, runs_kernels
+from ._launch import cdiv, edge_tile, next_power_of_2, runs_kernels
 from .edge import reference_gradient
 from .layout import LMAX, NUM_COEFFICIENTS, NUM_GATES
 from .operand import KINDS, Operand, ieee_products, to_operand
@@ -367,7 +367,7 @@ def _launch(channels: int, hidden: int) -> dict[str, int]:
     Shared memory holds two stages of both halves of a chunk of the weights, in the second products beside both halves
     of the rows: 88 kB at 128 channels, so that consumer GPUs have room.
     """
-    block_c, block_h = (max(16, triton.next_power_of_2(n)) for n in (channels, hidden))
+    block_c, block_h = (max(16, next_power_of_2(n)) for n in (channels, hidden))
     wide = block_h > 128
     return {
         "C": channels,
@@ -386,7 +386,7 @@ def _forward(x: Tensor, w: _Stored) -> Tensor:
     num_nodes, _, width = x.shape
     out = torch.empty_like(x)
     if num_nodes:
-        _atomwise_kernel[(triton.cdiv(num_nodes, _ROWS) * NUM_COEFFICIENTS,)](
+        _atomwise_kernel[(cdiv(num_nodes, _ROWS) * NUM_COEFFICIENTS,)](
             x,
             w.into.high,
             w.into.low,
@@ -411,7 +411,7 @@ def _backward(grad: Tensor, x: Tensor, w: _Stored) -> Tensor:
     for first in range(0, x.shape[0], _PART_ATOMS):
         rows = slice(first, first + _PART_ATOMS)
         num_nodes = grad_x[rows].shape[0]
-        _atomwise_backward_kernel[(triton.cdiv(num_nodes, _ROWS) * NUM_COEFFICIENTS,)](
+        _atomwise_backward_kernel[(cdiv(num_nodes, _ROWS) * NUM_COEFFICIENTS,)](
             grad[rows],
             x[rows],
             w.into.high,
@@ -429,7 +429,7 @@ def _backward(grad: Tensor, x: Tensor, w: _Stored) -> Tensor:
             num_nodes,
             **_launch(width, w.back_into.high.shape[1]),
         )
-        _sum_parts_kernel[(triton.cdiv(num_nodes, tile.edges),)](
+        _sum_parts_kernel[(cdiv(num_nodes, tile.edges),)](
             parts,
             grad_x[rows],
             num_nodes,

@@ -47,7 +47,7 @@ from ._device import (
     store_vector_gradient,
     torque,
 )
-from ._launch import edge_tile, few_atoms, runs_kernels
+from ._launch import cdiv, edge_tile, few_atoms, runs_kernels
 from .layout import M_BLOCKS, NUM_COEFFICIENTS, NUM_RADIAL
 from .operand import SPLIT_OF_KIND, Operand, empty_operand, plain_operand
 
@@ -325,7 +325,7 @@ def gather_rotate_scale_forward(x: Tensor, vectors: Tensor, radial: Operand, edg
     out = empty_operand(num_edges, NUM_COEFFICIENTS * 2 * width, kind, x.device)
     if num_edges:
         tile = edge_tile(width, x.element_size(), edges=1, warps=2)
-        _gather_rotate_scale_kernel[(triton.cdiv(num_edges, tile.edges),)](
+        _gather_rotate_scale_kernel[(cdiv(num_edges, tile.edges),)](
             x,
             vectors,
             radial.high,
@@ -671,7 +671,7 @@ def rotate_back_sum_backward(
     grad_weight = None if chain else torch.empty_like(weight)
     if num_edges:
         tile = edge_tile(width, grad.element_size())
-        _rotate_back_sum_backward_kernel[(triton.cdiv(num_edges, tile.edges),)](
+        _rotate_back_sum_backward_kernel[(cdiv(num_edges, tile.edges),)](
             grad,
             z.high,
             z.unscale,

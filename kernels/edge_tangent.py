@@ -45,7 +45,7 @@ from ._device import (
     store_vector_gradient,
     torque,
 )
-from ._launch import edge_tile
+from ._launch import cdiv, edge_tile
 from .edge import EdgeList
 from .layout import M_BLOCKS, NUM_COEFFICIENTS
 from .operand import SPLIT_OF_KIND, Operand, empty_operand
@@ -434,7 +434,7 @@ def gather_rotate_scale_tangent(
     if num_directions * num_edges:
         # Two directions a program: both ends' coefficients and what goes into them are 168 numbers a thread.
         tile = edge_tile(width, x.element_size(), edges=2)
-        _gather_tangent_kernel[(num_edges, triton.cdiv(num_directions, tile.edges))](
+        _gather_tangent_kernel[(num_edges, cdiv(num_directions, tile.edges))](
             dx,
             x,
             vectors,
@@ -466,7 +466,7 @@ def gather_rotate_scale_curvature(x: Tensor, vectors: Tensor, radial: Radials, g
     out = vectors.new_empty(num_edges, 3, 3)
     if num_edges:
         tile = edge_tile(width, x.element_size(), edges=1, warps=2)
-        _gather_curvature_kernel[(triton.cdiv(num_edges, tile.edges),)](
+        _gather_curvature_kernel[(cdiv(num_edges, tile.edges),)](
             x,
             vectors,
             *radial,
@@ -711,7 +711,7 @@ def rotate_back_sum_curvature(
         assert z.value.shape[1] == M_BLOCKS[0] * width
     if num_edges:
         tile = edge_tile(width, out.element_size())
-        _rotate_back_sum_curvature_kernel[(triton.cdiv(num_edges, tile.edges),)](
+        _rotate_back_sum_curvature_kernel[(cdiv(num_edges, tile.edges),)](
             *(z if isinstance(z, Radials) else (z, None, None)),
             vectors,
             *weight,

@@ -19,7 +19,7 @@ from . import reference
 from ._check import check_shape
 from ._compile import kernel
 from ._device import max_abs, power_of_two_scale, row_scale, store_value
-from ._launch import edge_tile, runs_kernels
+from ._launch import cdiv, edge_tile, runs_kernels
 from .edge import reference_gradient
 from .layout import GATE_OF_M_MAJOR, NUM_COEFFICIENTS, NUM_GATES
 from .operand import SPLIT_OF_KIND, Operand, empty_operand, plain_operand
@@ -158,7 +158,7 @@ def gate_forward(x: Operand, width: int, kind: str) -> Operand:
     out = empty_operand(num_edges, NUM_COEFFICIENTS * width, kind, x.high.device)
     if num_edges:
         tile = edge_tile(width, x.itemsize)
-        _gate_kernel[(triton.cdiv(num_edges, tile.edges),)](
+        _gate_kernel[(cdiv(num_edges, tile.edges),)](
             x.high,
             x.unscale,
             out.high,
@@ -184,7 +184,7 @@ def gate_backward(grad: Operand, x: Operand, width: int, kind: str) -> Operand:
     out = empty_operand(num_edges, (NUM_GATES + NUM_COEFFICIENTS) * width, kind, x.high.device)
     if num_edges:
         tile = edge_tile(width, x.itemsize)
-        _gate_backward_kernel[(triton.cdiv(num_edges, tile.edges),)](
+        _gate_backward_kernel[(cdiv(num_edges, tile.edges),)](
             grad.high,
             grad.unscale,
             x.high,

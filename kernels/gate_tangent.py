@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ._compile import kernel
 from ._device import max_abs, power_of_two_scale, store_value
-from ._launch import edge_tile
+from ._launch import cdiv, edge_tile
 from .layout import NUM_COEFFICIENTS, NUM_GATES
 from .operand import SPLIT_OF_KIND, Operand, empty_operand, plain_operand
 
@@ -191,7 +191,7 @@ def _launch(
     num_directions = t.shape[0]
     if num_directions * num_rows:
         tile = edge_tile(width, t.element_size())
-        _gate_tangent_kernel[(num_rows, triton.cdiv(num_directions, tile.edges))](
+        _gate_tangent_kernel[(num_rows, cdiv(num_directions, tile.edges))](
             t,
             x,
             grad,

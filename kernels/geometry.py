@@ -11,13 +11,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import reference
 from ._compile import kernel
-from ._launch import runs_kernels
+from ._launch import cdiv, runs_kernels
 
 _BLOCK = 256
 
@@ -121,7 +120,7 @@ def edge_geometry(
         vectors.new_empty(num_edges, dtype=dtype),
     )
     if num_edges:
-        _edge_geometry_kernel[(triton.cdiv(num_edges, _BLOCK),)](
+        _edge_geometry_kernel[(cdiv(num_edges, _BLOCK),)](
             vectors, source, target, element, num_elements, *out, num_edges, CUTOFF=cutoff, BLOCK=_BLOCK, num_warps=4
         )
     return out

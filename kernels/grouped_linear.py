@@ -17,14 +17,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import reference
 from ._check import check_shape
 from ._compile import kernel
-from ._launch import in_chunks, outer_tile, runs_kernels
+from ._launch import cdiv, in_chunks, outer_tile, runs_kernels
 from .groups import RowGroups
 from .linear import BlockWeights, block_matmul, block_weights
 from .operand import KINDS, SPLIT_OF_KIND, columns_in_halves, ieee_products, to_operand
@@ -95,7 +94,7 @@ def _outer(x: Tensor, g: Tensor, groups: RowGroups, kind: str) -> Tensor:
     if num_rows * num_groups * depth * width == 0:
         return x.new_zeros(num_groups, depth, width)
     tile = outer_tile(depth, width, kind, x.device)
-    tiles = triton.cdiv(depth, tile.m) * triton.cdiv(width, tile.n)
+    tiles = cdiv(depth, tile.m) * cdiv(width, tile.n)
     chunked = in_chunks(num_groups * tiles, x.device)
     first, last = groups.tiles(_CHUNK)[1:] if chunked else (groups.first[:-1], groups.first[1:])
     out = x.new_empty(len(first), depth, width)

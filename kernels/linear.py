@@ -18,14 +18,13 @@ import itertools
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import reference
 from ._check import check_shape
 from ._compile import kernel
-from ._launch import matmul_tile, runs_kernels
+from ._launch import cdiv, matmul_tile, runs_kernels
 from .groups import RowGroups
 from .operand import (
     HALF_TOP,
@@ -296,9 +295,9 @@ def block_matmul(
     (k0, n0), (k1, n1), (k2, n2) = shapes + [(0, 0)] * (3 - len(shapes))
     rows_a_group = None if groups is None else rows // max(1, groups.num_groups)
     tile = matmul_tile(rows, max(k0, k1, k2), max(n0, n1, n2), x.kind, x.high.device, rows_a_group)
-    tiles = sum(triton.cdiv(n, tile.n) for _, n in shapes)
+    tiles = sum(cdiv(n, tile.n) for _, n in shapes)
     row_tiles = groups.tiles(tile.m) if grouped and groups is not None else None
-    num_row_tiles = triton.cdiv(rows, tile.m) if row_tiles is None else row_tiles.shape[1]
+    num_row_tiles = cdiv(rows, tile.m) if row_tiles is None else row_tiles.shape[1]
     _block_linear_kernel[(num_row_tiles * tiles,)](
         x.high,
         x.low,

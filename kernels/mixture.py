@@ -18,12 +18,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ._compile import kernel
 from ._device import store_value
+from ._launch import cdiv
 from .linear import BlockWeights
 from .operand import HALF_TOP, SPLIT_OF_KIND, Operand
 
@@ -129,7 +129,7 @@ def mixed_weights(experts: ExpertBlocks, coefficients: np.ndarray, bias: Tensor 
     first = 0
     for i, (w, paired) in enumerate(zip(experts.weights, experts.paired, strict=True)):
         _, rows, depth = w.shape
-        programs = triton.cdiv(rows * depth, 128) * triton.cdiv(num_groups, 16)
+        programs = cdiv(rows * depth, 128) * cdiv(num_groups, 16)
         _mix_kernel[(programs,)](
             w,
             coefficient,

@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 
 from ._binning import BOX, FEWEST_BINS, GRID, Bins, plan
+from ._launch import cdiv
 
 if TYPE_CHECKING:
     import numpy as np
@@ -388,7 +389,7 @@ def _assign_triton(
     turns = torch.empty_like(positions, dtype=torch.int32)
     atom_bins = torch.empty(n_atoms, dtype=torch.int32, device=positions.device)
     many = system is not None
-    _assign_kernel[(triton.cdiv(n_atoms, _LANES),)](
+    _assign_kernel[(cdiv(n_atoms, _LANES),)](
         positions, system, box, grid, wrapped, turns, atom_bins, n_atoms, MANY=many, BLOCK=_LANES, **_LAUNCH
     )
     return wrapped, turns, atom_bins

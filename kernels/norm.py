@@ -20,7 +20,7 @@ from . import reference
 from ._check import check_shape
 from ._compile import kernel
 from ._device import load_l_major
-from ._launch import edge_tile, runs_kernels
+from ._launch import cdiv, edge_tile, runs_kernels
 from .edge import reference_gradient
 from .layout import LMAX, NUM_COEFFICIENTS
 
@@ -147,7 +147,7 @@ def _forward(
     normed = torch.empty_like(x)
     if num_nodes:
         tile = edge_tile(width, x.element_size())
-        _add_rms_norm_kernel[(triton.cdiv(num_nodes, tile.edges),)](
+        _add_rms_norm_kernel[(cdiv(num_nodes, tile.edges),)](
             x,
             y,
             weight,
@@ -174,7 +174,7 @@ def _backward(grad_total: Tensor | None, grad_normed: Tensor, total: Tensor, wei
     grad = torch.empty_like(total)
     if num_nodes:
         tile = edge_tile(width, total.element_size())
-        _add_rms_norm_backward_kernel[(triton.cdiv(num_nodes, tile.edges),)](
+        _add_rms_norm_backward_kernel[(cdiv(num_nodes, tile.edges),)](
             grad_total,
             grad_normed,
             total,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ._compile import kernel
 from ._device import load_l_major
-from ._launch import edge_tile
+from ._launch import cdiv, edge_tile
 from .layout import NUM_COEFFICIENTS
 from .norm import _centre_and_scale, _store_l_major
 
@@ -133,7 +133,7 @@ def add_rms_norm_tangent(
     assert dx.shape[1] == NUM_COEFFICIENTS
     if num_directions * num_nodes:
         tile = edge_tile(width, dx.element_size())
-        _add_rms_norm_tangent_kernel[(num_nodes, triton.cdiv(num_directions, tile.edges))](
+        _add_rms_norm_tangent_kernel[(num_nodes, cdiv(num_directions, tile.edges))](
             dx,
             dy,
             total,

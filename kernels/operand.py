@@ -21,13 +21,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ._compile import kernel
 from ._device import power_of_two_scale, store_value
-from ._launch import runs_kernels
+from ._launch import cdiv, next_power_of_2, runs_kernels
 
 KINDS = ("double", "single", "split", "half")
 SPLIT_OF_KIND = {"double": 0, "single": 0, "half": 1, "split": 2}
@@ -113,9 +112,9 @@ def to_operand(matrix: Tensor, kind: str) -> Operand:
     if runs_kernels(value):
         out = empty_operand(num_rows, depth, kind, value.device)
         if value.numel():
-            block = max(16, triton.next_power_of_2(depth))
+            block = max(16, next_power_of_2(depth))
             rows = max(1, 4096 // block)
-            _store_rows_kernel[(triton.cdiv(num_rows, rows),)](
+            _store_rows_kernel[(cdiv(num_rows, rows),)](
                 value,
                 out.high,
                 out.low,
@@ -160,7 +159,7 @@ def columns_in_halves(value: Tensor, kind: str) -> tuple[Tensor, Tensor | None, 
     high = torch.empty_like(value, dtype=torch.float16)
     low = torch.empty_like(high) if kind == "split" else None
     size, split = value.numel(), SPLIT_OF_KIND[kind]
-    _store_columns_kernel[(triton.cdiv(size, 1024),)](
+    _store_columns_kernel[(cdiv(size, 1024),)](
         value, scale, high, low, size, value.shape[1], BLOCK=1024, SPLIT=split, num_warps=4
     )
     return high, low, 1 / scale

@@ -13,13 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import reference
 from ._compile import kernel
 from ._device import power_of_two_scale, store_value
+from ._launch import cdiv, next_power_of_2
 from .operand import SPLIT_OF_KIND, Operand, empty_operand, to_operand
 
 NUM_KNOTS = 512
@@ -155,7 +155,7 @@ def look_up(
     value = empty_operand(num_edges, width, kind, distances.device)
     slope = empty_operand(num_edges, width, kind, distances.device) if with_slope else None
     if num_edges:
-        _radial_table_kernel[(triton.cdiv(num_edges, 4),)](
+        _radial_table_kernel[(cdiv(num_edges, 4),)](
             distances,
             pair,
             table.coefficients,
@@ -170,7 +170,7 @@ def look_up(
             INVERSE_SPACING=1 / table.spacing,
             B=width,
             BLOCK_E=4,
-            BLOCK_B=max(16, triton.next_power_of_2(width)),
+            BLOCK_B=max(16, next_power_of_2(width)),
             SPLIT=SPLIT_OF_KIND[kind],
             SLOPE=with_slope,
             num_warps=4,

@@ -24,7 +24,7 @@ from torch import Tensor
 from . import reference
 from ._check import check_shape
 from ._device import load_l_major
-from ._launch import edge_tile, runs_kernels
+from ._launch import cdiv, edge_tile, runs_kernels
 from .edge import reference_gradient
 from .layout import COMPACT_SIZE, NUM_COEFFICIENTS
 
@@ -219,7 +219,7 @@ def rotate_forward(x: Tensor, rotation: Tensor, inverse: bool) -> Tensor:
     (num_edges, _, width), out = x.shape, torch.empty_like(x)
     if num_edges:
         tile = edge_tile(width, x.element_size())
-        _rotate_kernel[(triton.cdiv(num_edges, tile.edges),)](
+        _rotate_kernel[(cdiv(num_edges, tile.edges),)](
             x,
             rotation,
             out,
@@ -239,7 +239,7 @@ def rotate_backward(grad: Tensor, x: Tensor, rotation: Tensor, inverse: bool) ->
     grad_rotation = torch.zeros_like(rotation)  # stays zero off the blocks
     if num_edges:
         tile = edge_tile(width, x.element_size())
-        _rotate_backward_kernel[(triton.cdiv(num_edges, tile.edges),)](
+        _rotate_backward_kernel[(cdiv(num_edges, tile.edges),)](
             grad,
             x,
             rotation,

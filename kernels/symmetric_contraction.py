@@ -35,7 +35,7 @@ from torch import Tensor
 from . import reference
 from ._check import check_shape
 from ._couplings import Contraction, Term, contraction, coupling
-from ._launch import runs_kernels
+from ._launch import cdiv, next_power_of_2, runs_kernels
 from ._species import chunks_of_species, nodes_by_species, nodes_of_chunk, padded_species
 from ._straightline import Program
 
@@ -385,8 +385,8 @@ def _launch_nodes(kernel: Any, rows: Sequence[Tensor], species: Tensor, w: Tenso
     nodes, channels = species.shape[0], w.shape[2]
     if nodes == 0 or channels == 0:
         return
-    block = min(CHANNELS, triton.next_power_of_2(channels))
-    grid = (triton.cdiv(nodes, LANES // block), triton.cdiv(channels, block))
+    block = min(CHANNELS, next_power_of_2(channels))
+    grid = (cdiv(nodes, LANES // block), cdiv(channels, block))
     missing = float("nan")  # weights of a species that there is none of: the result shows it
     sizes = {"C": channels, "LANES": LANES, "BLOCK_C": block}
     kernel[grid](
@@ -402,13 +402,13 @@ def _launch_weights(kernels: _Kernels, name: str, rows: Sequence[Tensor], specie
         return out.zero_()
     nodes = nodes_by_species(species, num_species)
     partial = out.new_empty(nodes.max_chunks, terms, channels)
-    block = min(CHANNELS, triton.next_power_of_2(channels))
-    grid = (nodes.max_chunks, triton.cdiv(channels, block))
+    block = min(CHANNELS, next_power_of_2(channels))
+    grid = (nodes.max_chunks, cdiv(channels, block))
     chunks = (nodes.totals, num_species, nodes.chunk_size)
     sizes = {"BLOCK_E": padded_species(num_species), "C": channels, "BLOCK_C": block}
     getattr(kernels, name)[grid](*rows, nodes.order, partial, *chunks, **sizes, num_warps=1, enable_fp_fusion=True)
     width = terms * channels
-    _sum_chunks_kernel[(num_species, triton.cdiv(width, 256))](
+    _sum_chunks_kernel[(num_species, cdiv(width, 256))](
         partial,
         nodes.totals,
         out,
