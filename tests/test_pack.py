@@ -44,11 +44,11 @@ def systems() -> list[System]:
     """Both tasks, several mixtures in turn, one mixture twice, no edges, one atom, images of an atom."""
     return [
         system(rattled(molecule("H2O"), 1), "omol", 0, 1),
-        system(bulk("Al", a=4.6), "omat"),
-        system(rattled(molecule("NH3"), 2), "omol", 1, 2),
+        system(bulk("Po", "sc", a=4.5), "omat"),
+        system(rattled(molecule("CO"), 2), "omol", 1, 2),
         system(Atoms("He"), "omol", 0, 1),
         system(rattled(molecule("H2O"), 3), "omol", 0, 1),
-        system(rattled(bulk("NaCl", "rocksalt", a=8.4), 4), "omat"),
+        system(rattled(bulk("NaCl", "zincblende", a=8.4), 4), "omat"),
         system(Atoms("ArAr", positions=[[0, 0, 0], [0, 0, 20]]), "omol", 0, 1),
         system(rattled(molecule("H2O"), 5), "omol", -1, 2),
     ]
