@@ -48,18 +48,19 @@ def scaled(tensor, want):
     return tensor.double() / max(1.0, want.abs().max().item() if want.numel() else 1.0)
 
 
-@pytest.mark.parametrize("layout", ["mul_ir", "ir_mul"])
 @pytest.mark.parametrize(
-    ("irreps_in", "irreps_out", "correlation"),
+    ("irreps_in", "irreps_out", "correlation", "layout"),
     [
-        (ALL, "0e", 3),
-        (ALL, "0e+1o", 3),
-        (ALL, "0e+1o+2e", 3),
-        (ALL, "1o+3o", 3),
-        (ALL, "0e+1o+2e", 2),
-        (ALL, "0e+3o", 1),
-        ("0e+1o+2e", "0e+1o+2e+3o", 3),
-        ("8x0e+8x1o", "8x0e+8x1o", 3),
+        (ALL, "0e", 3, "mul_ir"),
+        (ALL, "0e", 3, "ir_mul"),
+        (ALL, "0e+1o+2e", 3, "mul_ir"),
+        (ALL, "1o+3o", 3, "ir_mul"),
+        (ALL, "0e+1o+2e", 2, "mul_ir"),
+        (ALL, "0e+3o", 1, "mul_ir"),
+        (ALL, "0e+3o", 1, "ir_mul"),
+        ("0e+1o+2e", "0e+1o+2e+3o", 3, "mul_ir"),
+        ("8x0e+8x1o", "8x0e+8x1o", 3, "mul_ir"),
+        ("8x0e+8x1o", "8x0e+8x1o", 3, "ir_mul"),
     ],
 )
 @pytest.mark.parametrize("device", DEVICES)
@@ -73,9 +74,10 @@ def test_all_derivatives_equal_the_reference(device, irreps_in, irreps_out, corr
         torch.testing.assert_close(scaled(got[name], value), scaled(value, value), **TOLERANCE[x.dtype], msg=message)
 
 
-@pytest.mark.parametrize("layout", ["mul_ir", "ir_mul"])
+@pytest.mark.parametrize(
+    ("dtype", "layout"), [(torch.float32, "mul_ir"), (torch.float64, "mul_ir"), (torch.float32, "ir_mul")]
+)
 @pytest.mark.parametrize(("num_nodes", "channels"), [(0, 3), (1, 1), (1, 40), (17, 7)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("device", DEVICES)
 def test_sizes_and_types(device, dtype, num_nodes, channels, layout):
     x, species, weights, spec = case(num_nodes, channels, "0e", device, dtype, layout=layout)
@@ -144,8 +146,8 @@ def test_reference_equals_its_coefficients():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_finite_differences(device):
-    x, species, weights, _ = case(2, 1, "0e+1o", device, torch.float64)
-    function = lambda x, w: symmetric_contraction(x, species, w, "0e+1o")  # noqa: E731
+    x, species, weights, _ = case(2, 1, "0e", device, torch.float64)
+    function = lambda x, w: symmetric_contraction(x, species, w, "0e")  # noqa: E731
     assert torch.autograd.gradcheck(function, (x, weights), fast_mode=True)
     assert torch.autograd.gradgradcheck(function, (x, weights), fast_mode=True)
 
@@ -174,7 +176,7 @@ def test_batched_derivatives_equal_a_loop(device, frozen):
     wanted = (x,) if frozen else (x, weights)
     energy = symmetric_contraction(x, species, weights.detach() if frozen else weights, "0e").square().sum()
     (grad,) = torch.autograd.grad(energy, x, create_graph=True)
-    rows = torch.eye(x.numel(), dtype=x.dtype, device=device)[:4].view(4, *x.shape)
+    rows = torch.eye(x.numel(), dtype=x.dtype, device=device)[:2].view(2, *x.shape)
     got = torch.vmap(lambda v: torch.autograd.grad(grad, wanted, v, retain_graph=True))(rows)
     want = [torch.autograd.grad(grad, wanted, v, retain_graph=True) for v in rows]
     for a, b in zip(got, zip(*want, strict=True), strict=True):
