@@ -11,6 +11,10 @@ from edge_graphs import SIZES, random, random_edges, roll_equivariant, roll_inva
 from tolerances import TOLERANCE
 
 F64 = torch.float64
+WIDTHS = [1, 6, 16]
+# Each size and each width where kernels are interpreted, each with each on a GPU.
+CASES = [("cpu", *size, width) for size, width in zip([*SIZES, SIZES[2]], [16, 6, 1, 6, 1, 16], strict=True)]
+CASES += [pytest.param("cuda", *size, width, marks=pytest.mark.gpu) for size in SIZES for width in WIDTHS]
 
 
 def leaves(num_nodes, num_edges, width, device, dtype):
@@ -34,9 +38,7 @@ def plain(x, vectors, radial, weight, edges):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("width", [1, 6, 16])
-@pytest.mark.parametrize(("num_nodes", "num_edges"), SIZES)
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("device", "num_nodes", "num_edges", "width"), CASES)
 def test_outputs_and_gradients_equal_the_reference(device, num_nodes, num_edges, width, dtype):
     inputs, edges = leaves(num_nodes, num_edges, width, device, dtype)
     exact = [t.detach().double().requires_grad_() for t in inputs]
