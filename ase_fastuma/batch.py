@@ -17,7 +17,7 @@ from ase_fastuma.evaluation import Request, Results, evaluate_packed
 
 PROPERTIES = ("energy", "free_energy", "energies", "forces", "stress")
 
-# Structures that are drawn and prepared at a time, which takes a tenth of what it takes one by one.
+# Structures that are drawn and prepared at a time: most of the work on one is NumPy's for each call.
 _BLOCK = 128
 # A progress bar appears where a list takes longer than this (seconds).
 _PATIENCE = 2.0

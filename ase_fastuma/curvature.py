@@ -31,7 +31,7 @@ from ase_fastuma.kernels.edge_tangent import Radials
 from ase_fastuma.kernels.layout import NUM_COEFFICIENTS
 from ase_fastuma.kernels.linear import BlockWeights
 from ase_fastuma.kernels.norm_tangent import add_rms_norm_tangent
-from ase_fastuma.kernels.radial_tangent import envelope_curvature, hidden_with_curvature
+from ase_fastuma.kernels.radial_tangent import envelope_curvature, hidden_with_curvature, silu_with_derivatives
 from ase_fastuma.network import Network, Norm
 from ase_fastuma.replay import EdgeInputs, Recorded, record
 
@@ -172,11 +172,11 @@ def _add_head(dx: Tensor, x: Tensor, head: Sequence[BlockWeights], half: Tensor)
     tangents, slopes, curvatures = [], [], []
     for layer in head[:-1]:
         x, dx = torch.addmm(layer.bias, x, layer.matrices[0]), dx @ layer.matrices[0]
-        s = x.sigmoid()
+        x, slope, curvature = silu_with_derivatives(x)
         tangents.append(dx)
-        slopes.append(s * (1 + x * (1 - s)))
-        curvatures.append(s * (1 - s) * (2 + x * (1 - 2 * s)))
-        x, dx = x * s, dx * slopes[-1]
+        slopes.append(slope)
+        curvatures.append(curvature)
+        dx = dx * slope
     grad = head[-1].matrices[0].T  # [1, H], the same for all atoms
     for layer, dx, slope, curvature in zip(head[-2::-1], tangents[::-1], slopes[::-1], curvatures[::-1], strict=True):
         add_gram(half, dx, 0.5 * grad * curvature * dx)

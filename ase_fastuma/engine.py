@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
     from ase_fastuma.checkpoint import Checkpoint
-    from ase_fastuma.kernels.many_neighbours import Bins
     from ase_fastuma.settings import Precision, Settings
     from ase_fastuma.system import System
 
@@ -283,16 +282,12 @@ class FusedBackend:
         return [of_system[i] for i in range(len(systems))]
 
     def pack(self, systems: Sequence[System]) -> Pack:
-        """Systems of one task for `run_pack`, which is not for the plain form."""
+        """Systems of one task for `step_pack`, which is not for the plain form."""
         mixtures = [self._networks.mixture(system) for system in systems]
         return Pack.of(systems, mixtures, self._architecture.max_num_elements, self._device)
 
-    def run_pack(self, pack: Pack, positions: Tensor, bins: Bins, derivatives: bool) -> Tensor:
-        """All work of a pass over many systems, on the device: what `_step` gives. Arguments as for `Pack.find`."""
-        return self.step_pack(pack, *pack.find(positions, bins, self._architecture.max_neighbors), derivatives)
-
     def step_pack(self, pack: Pack, inputs: EdgeInputs, members: Members, derivatives: bool) -> Tensor:
-        """`run_pack` with edges that have been found. A single system that does not fit into a pass runs in parts."""
+        """`_step` for a pack with its edges. A single system that does not fit into a pass runs in parts."""
         with self._on_device(), ieee_products(), torch.inference_mode(False), torch.enable_grad():
             edges = inputs.num_edges
             if len(pack.order) == 1 and edges > _CHUNK_EDGES and self._edge_bytes * edges > self.capacity():

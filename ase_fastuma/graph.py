@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ase_fastuma.kernels.neighbours import NeighbourList, neighbour_list
+from ase_fastuma.kernels.neighbours import upload as upload_tensor
 from ase_fastuma.system import COINCIDENT
 
 if TYPE_CHECKING:
@@ -35,8 +36,7 @@ class Graph:
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Copy an array to the device, without waiting for the device."""
-    tensor = torch.tensor(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return upload_tensor(torch.tensor(array), device)
 
 
 def build_graph(system: System, cutoff: float, max_neighbours: int | None, device: torch.device) -> Graph:

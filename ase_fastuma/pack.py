@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ase_fastuma.graph import upload
 from ase_fastuma.kernels.linear import RowGroups
 from ase_fastuma.kernels.many_neighbours import (
     Bins,
@@ -80,7 +81,7 @@ class Pack:
         sizes = [len(system.numbers) for system in ordered]
 
         def uploaded(values: object) -> Tensor:
-            return torch.tensor(np.asarray(values)).to(device)
+            return upload(np.asarray(values), device)
 
         lengths, num_atoms = uploaded(sizes), sum(sizes)
         members = Members(

@@ -48,7 +48,8 @@ class Radials:
     """The radial network of the edge-degree embedding and that of each layer.
 
     Tables grow with the pairs; those of one pair do not depend on others, bit for bit. When they would grow past their
-    limit they begin anew.
+    limit they begin anew. They grow in place, in room that doubles: whoever still holds an earlier one mostly
+    shares its memory with the latest, instead of holding a copy.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Radials:
         self._store, self._tables = store, tables
         self._rows: dict[Pair, int] = {}
         self._kept: list[Radial] = []
+        self._room: list[Tensor] = []  # of the tables' coefficients; the first rows are those of the pairs
         self._parts: dict[tuple[str, torch.dtype], _Part] = {}
 
     def of(self, pairs: Sequence[Pair]) -> tuple[dict[Pair, int], list[tuple[Radial, BlockWeights]]]:
@@ -72,19 +74,39 @@ class Radials:
             return {pair: i for i, pair in enumerate(pairs)}, self._with_outs(self._made(pairs, False))
         missing = [pair for pair in pairs if pair not in self._rows]
         if not self._fit(len(self._rows) + len(missing)):
-            self._rows, self._kept, missing = {}, [], list(pairs)
+            self._rows, self._kept, self._room, missing = {}, [], [], list(pairs)
         if missing:
             made = self._made(missing, self._tables)
-            self._kept = list(map(_joined, self._kept, made)) if self._kept else made
+            self._kept = self._extended(made) if self._kept else made
             self._rows = self._rows | {pair: len(self._rows) + i for i, pair in enumerate(missing)}
         return self._rows, self._with_outs(self._kept)
 
     def _fit(self, num_pairs: int) -> bool:
         """Whether tables of so many pairs stay within their limit."""
+        return not self._tables or num_pairs <= self._most
+
+    @functools.cached_property
+    def _most(self) -> int:
+        """Pairs whose tables stay within their limit."""
+        of_a_pair = 4 * len(self._names) * (NUM_KNOTS - 1) * 4 * self._architecture.edge_channels
+        return _TABLE_BYTES // of_a_pair
+
+    def _extended(self, made: list[Radial]) -> list[Radial]:
+        """The networks that are kept, for the pairs of these too."""
+        joined = [torch.cat([old.pair_bias, new.pair_bias]) for old, new in zip(self._kept, made, strict=True)]
         if not self._tables:
-            return True
-        numbers = len(self._names) * num_pairs * (NUM_KNOTS - 1) * 4 * self._architecture.edge_channels
-        return 4 * numbers <= _TABLE_BYTES
+            return [Radial(bias, new.layers, None) for bias, new in zip(joined, made, strict=True)]
+        old, new = ([_table(radial).coefficients for radial in radials] for radials in (self._kept, made))
+        first, end = len(old[0]), len(joined[0])
+        if not self._room or len(self._room[0]) < end:
+            rows = min(max(2 * first, end), self._most)
+            self._room = [torch.cat([t, t.new_empty(rows - first, *t.shape[1:])]) for t in old]
+        for room, added in zip(self._room, new, strict=True):
+            room[first:end] = added  # rows that no network reads yet
+        tables = [
+            RadialTable(room[:end], _table(radial).spacing) for room, radial in zip(self._room, made, strict=True)
+        ]
+        return [Radial(*of_one) for of_one in zip(joined, (radial.layers for radial in made), tables, strict=True)]
 
     def _with_outs(self, radials: list[Radial]) -> list[tuple[Radial, BlockWeights]]:
         return list(zip(radials, self._outs, strict=True))
@@ -144,9 +166,6 @@ class Radials:
         return _Part(of_source, state["backbone.target_embedding.weight"].to(dtype) @ target, layers)
 
 
-def _joined(old: Radial, new: Radial) -> Radial:
-    """One network for the pairs of both."""
-    table = None
-    if old.table is not None and new.table is not None:
-        table = RadialTable(torch.cat([old.table.coefficients, new.table.coefficients]), new.table.spacing)
-    return Radial(torch.cat([old.pair_bias, new.pair_bias]), new.layers, table)
+def _table(radial: Radial) -> RadialTable:
+    assert radial.table is not None
+    return radial.table

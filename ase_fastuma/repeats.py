@@ -35,7 +35,7 @@ class RepeatedPack:
         self._recordings: dict[bool, _Recording] = {}
 
     def run(self, engine: FusedBackend, positions: Tensor, bins: Bins, derivatives: bool) -> tuple[Tensor, bool]:
-        """What the engine's `run_pack` gives, which stays until the next run, and whether all of it is finite."""
+        """What the engine's `step_pack` gives, which stays until the next run, and whether all of it is finite."""
         recording = self._recordings.get(derivatives)
         if recording is not None:
             found = recording.run(positions, bins)

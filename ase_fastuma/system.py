@@ -225,7 +225,7 @@ class _Arrays(NamedTuple):
 
 
 def _cross(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """[..., 3] x [..., 3]; np.cross takes ten times as long for a few vectors."""
+    """[..., 3] x [..., 3]; np.cross is slow for a few vectors."""
     found = np.empty_like(a)
     for i, j, k in ((0, 1, 2), (1, 2, 0), (2, 0, 1)):
         found[..., i] = a[..., j] * b[..., k] - a[..., k] * b[..., j]

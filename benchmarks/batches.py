@@ -37,7 +37,7 @@ from ase import Atoms
 from ase.build import bulk, molecule
 from ase.collections import g2
 from end_to_end import columns
-from rows import Rows, add_arguments, brief, quantiles
+from rows import Rows, add_arguments, brief, quantiles, times_of
 from systems import CELLS
 
 SYSTEMS = ("g2x64", "metals16x108", "g2x10000")
@@ -145,19 +145,6 @@ def moving(structures: list[Atoms]) -> Iterator[list[Atoms]]:
         for atoms in structures:
             atoms.positions += rng.normal(scale=1e-3, size=atoms.positions.shape)
         yield structures
-
-
-def times_of(evaluate: Evaluate, calls: Iterator[list[Atoms]], seconds: float, least: int) -> list[float]:
-    """Times (ms) of calls: so many at least, no more than 100, for about so many seconds."""
-    times: list[float] = []
-    stop = time.perf_counter() + seconds
-    for structures in calls:
-        if len(times) >= least and (time.perf_counter() > stop or len(times) == 100):
-            break
-        start = time.perf_counter()
-        evaluate(structures)
-        times.append(1e3 * (time.perf_counter() - start))
-    return times
 
 
 def measure(

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from ase import Atoms
 from end_to_end import columns
-from rows import Rows, add_arguments, brief, quantiles
+from rows import Rows, add_arguments, brief, quantiles, times_of
 from systems import build
 
 SYSTEMS = ("benzene", "c60", "nanotube", "cu:108")
@@ -94,18 +94,6 @@ def moving(atoms: Atoms) -> Iterator[Atoms]:
     while True:
         atoms.positions += rng.normal(scale=1e-3, size=atoms.positions.shape)
         yield atoms
-
-
-def times_of(function: Callable[[Atoms], Any], steps: Iterator[Atoms], seconds: float, least: int) -> list[float]:
-    """Times (ms) of a function of a structure."""
-    times: list[float] = []
-    stop = time.perf_counter() + seconds
-    while len(times) < least or (time.perf_counter() < stop and len(times) < 100):
-        atoms = next(steps)
-        start = time.perf_counter()
-        function(atoms)
-        times.append(1e3 * (time.perf_counter() - start))
-    return times
 
 
 def median_of_forces(calc: Any, steps: Iterator[Atoms], seconds: float) -> float | None:

@@ -50,7 +50,6 @@ from rows import Rows, add_arguments, brief, quantiles
 from systems import build
 from torch import Tensor
 
-CUTOFF = 6.0  # A
 KINDS = ("split", "half", "single")
 
 Call = Callable[[], "tuple[Tensor | Operand, ...]"]
@@ -85,12 +84,12 @@ class Op:
 class Problem:
     """Inputs that operations share: N atoms, E edges, C channels (as many hidden ones), all on one device."""
 
-    def __init__(self, atoms: int, channels: int, device: torch.device, kinds: list[str]) -> None:
+    def __init__(self, atoms: int, channels: int, device: torch.device, kinds: list[str], cutoff: float) -> None:
         structure, _ = build(f"cu:{atoms}")
-        self.kinds, self.channels, self.device = kinds, channels, device
+        self.kinds, self.channels, self.device, self.cutoff = kinds, channels, device, cutoff
         self.positions = torch.tensor(structure.positions, device=device)
         self.cell = torch.tensor(structure.cell.array)
-        found = neighbours.neighbour_list(self.positions, self.cell, [True] * 3, CUTOFF)
+        found = neighbours.neighbour_list(self.positions, self.cell, [True] * 3, cutoff)
         self.source, self.target = found.source, found.target
         self.edges = sorted_edges(found.source, found.target, atoms)
         self.exact_vectors = found.vectors
@@ -174,8 +173,8 @@ def gather_rotate_scale(p: Problem) -> Iterator[Op]:
 
 def rotate_back_sum(p: Problem) -> Iterator[Op]:
     z = p.random(p.num_edges, NUM_COEFFICIENTS, p.channels)
-    weight = reference.envelope(p.distances, CUTOFF).float()
-    slope = reference.envelope_slope(p.distances, CUTOFF).float()
+    weight = reference.envelope(p.distances, p.cutoff).float()
+    slope = reference.envelope_slope(p.distances, p.cutoff).float()
     grad = p.random(p.num_atoms, NUM_COEFFICIENTS, p.channels)
 
     def formula(z: Tensor, vectors: Tensor, weight: Tensor) -> Tensor:
@@ -302,7 +301,7 @@ def radial(p: Problem) -> Iterator[Op]:
     """The radial weights: look-up and last linear, without and with their slopes."""
     width, pair = p.channels, torch.zeros(p.num_edges, dtype=torch.int64, device=p.device)
     norms = [(1 + p.random(width, scale=0.1), p.random(width, scale=0.1)) for _ in range(2)]
-    centres = torch.linspace(0, CUTOFF, 32, device=p.device)
+    centres = torch.linspace(0, p.cutoff, 32, device=p.device)
     first, second = p.random(32, width, scale=0.3), p.random(width, width, scale=width**-0.5)
     bias, pair_bias = p.random(width, scale=0.1), p.random(1, width, scale=0.5)
     last = p.random(width, NUM_RADIAL * 2 * p.channels, scale=width**-0.5)
@@ -314,7 +313,7 @@ def radial(p: Problem) -> Iterator[Op]:
             centres.to(dtype), -3.3, first.to(dtype), cast[0], second.to(dtype), bias.to(dtype), cast[1]
         )
 
-    table = tabulate(pair_bias.double(), layers(torch.float64), CUTOFF)
+    table = tabulate(pair_bias.double(), layers(torch.float64), p.cutoff)
 
     def fused(with_slope: bool, kind: str) -> Call:
         network = Radial(pair_bias, layers(torch.float32), table)
@@ -354,10 +353,10 @@ def neighbour_list(p: Problem) -> Iterator[Op]:
     pbc = (True,) * 3
 
     def vectors(positions: Tensor) -> tuple[Tensor, ...]:
-        return (neighbours.neighbour_list(positions, p.cell, pbc, CUTOFF).vectors,)
+        return (neighbours.neighbour_list(positions, p.cell, pbc, p.cutoff).vectors,)
 
     def plain() -> tuple[Tensor, ...]:
-        bins = neighbours._plan_bins(p.cell, pbc, CUTOFF, p.num_atoms)
+        bins = neighbours._plan_bins(p.cell, pbc, p.cutoff, p.num_atoms)
         return (neighbours.assemble(neighbours.search_plain(p.positions, bins), None).vectors,)
 
     yield Op(
@@ -374,9 +373,9 @@ def search_within(p: Problem) -> Iterator[Op]:
     """The neighbour list that recorded evaluations hold: on the device alone."""
 
     def fused() -> Call:
-        found = neighbours.search_numbers(p.cell.numpy(), (True,) * 3, CUTOFF, p.num_atoms)
+        found = neighbours.search_numbers(p.cell.numpy(), (True,) * 3, p.cutoff, p.num_atoms)
         numbers = torch.tensor(found, dtype=torch.float64, device=p.device)
-        room = neighbours.EdgeRoom.of(p.num_edges + p.num_edges // 25, CUTOFF, p.device)
+        room = neighbours.EdgeRoom.of(p.num_edges + p.num_edges // 25, p.cutoff, p.device)
 
         def call() -> tuple[Tensor, ...]:
             neighbours.search_within(p.positions, numbers, room)
@@ -523,6 +522,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="operand kinds of the kernels")
     parser.add_argument("--atoms", type=int, default=1000, help="copper atoms: 4, 32, 108, ...")
     parser.add_argument("--channels", type=int, default=128, help="sphere, hidden and radial channels")
+    parser.add_argument("--cutoff", type=float, default=6.0, help="A")
     parser.add_argument("--seconds", type=float, default=0.1, help="time for the repeats of one row")
     add_arguments(parser)
     options = parser.parse_args()
@@ -530,7 +530,7 @@ def main() -> None:
     if not runs_kernels(torch.empty(0, device=device)):
         parser.error("expected a CUDA device, got none; TRITON_INTERPRET=1 runs the kernels interpreted, as a test")
     rows = Rows("ops", options)
-    problem = Problem(options.atoms, options.channels, device, options.kinds)
+    problem = Problem(options.atoms, options.channels, device, options.kinds, options.cutoff)
     print(f"{problem.num_atoms} atoms, {problem.num_edges} edges, {problem.channels} channels, {device}", flush=True)
     for make in OPS:
         if make.__name__ in options.ops and not rows.time_is_up(make.__name__):

@@ -21,7 +21,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def quantiles(times: Sequence[float]) -> dict[str, float]:
     """Median, 20 % and 80 % quantiles of times in ms, under their keys."""
     return {name: float(np.quantile(times, q)) for name, q in (("median_ms", 0.5), ("p20_ms", 0.2), ("p80_ms", 0.8))}
+
+
+def times_of(function: Callable[[Any], object], arguments: Iterable[Any], seconds: float, least: int) -> list[float]:
+    """Times (ms) of calls with one argument after another: so many at least, at most 100, for about so many seconds."""
+    times: list[float] = []
+    stop = time.perf_counter() + seconds
+    for argument in arguments:
+        if len(times) >= least and (time.perf_counter() > stop or len(times) >= 100):
+            break
+        start = time.perf_counter()
+        function(argument)
+        times.append(1e3 * (time.perf_counter() - start))
+    return times
 
 
 def brief(error: Exception) -> str:

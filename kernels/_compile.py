@@ -1,7 +1,6 @@
 """Kernels are compiled side by side: a computation runs dry first, its launches then only ask for compilation.
 
-One after another the kernels of a first evaluation take half a minute; nearly all of it is spent outside Python, so
-threads share it out well.
+Nearly all of the time that kernels take to compile is spent outside Python, so threads share it out well.
 """
 
 from __future__ import annotations
@@ -64,6 +63,6 @@ def dry_run() -> Iterator[None]:
 
 
 def _build_launcher(new: FutureKernel) -> None:
-    """Have the C compiler make what launches a kernel, as long again as the kernel took: launches find it on disk."""
+    """Have the C compiler make what launches a kernel; the first launch then finds it on disk."""
     compiled = new.result()
     driver.active.launcher_cls(compiled.src, compiled.metadata)

@@ -179,6 +179,12 @@ def store_sums(ptr, stride, mask, x0, x1, x2, x3, x4, x5, x6, x7, x8, ADD: tl.co
 
 
 @triton.jit
+def row_sum(x):
+    """Sums of a tile over its last axis, kept as a column."""
+    return tl.sum(x, axis=1)[:, None]
+
+
+@triton.jit
 def max_abs(x0, x1, x2, x3, x4, x5, x6, x7, x8):
     """Largest absolute value of nine tiles, over their last axis, kept as a column."""
     m = tl.maximum(tl.maximum(tl.abs(x0), tl.abs(x1)), tl.maximum(tl.abs(x2), tl.abs(x3)))

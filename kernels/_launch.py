@@ -18,7 +18,7 @@ def runs_kernels(tensor: torch.Tensor) -> bool:
 
 
 def cdiv(number: int, divisor: int) -> int:
-    """The quotient, rounded up. Triton's own takes a hundred times as long on the host, and launches are many."""
+    """The quotient, rounded up. Triton's own goes through the machinery of its compiler, and launches are many."""
     return -(-number // divisor)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -14,13 +14,12 @@ from .layout import DEGREE_SLICES, NUM_COEFFICIENTS, NUM_GATES
 _SCALARS = slice(0, 1)
 _AFTER_GATES = tuple(slice(NUM_GATES + rows.start, NUM_GATES + rows.stop) for rows in DEGREE_SLICES)
 
-Products = Iterable[tuple[slice, Tensor, slice]]
+Products = Sequence[tuple[slice, Tensor, slice]]
 """Coefficients of the input, the matrix [C, H] that they are multiplied by, coefficients of the output."""
 
 
 def _multiply(x: Tensor, products: Products, num_out: int) -> Tensor:
     """Coefficients [K, I, N, C] times matrices: [K, num_out, N, H]."""
-    products = list(products)
     num_directions, _, num_nodes, _ = x.shape
     out = x.new_empty(num_directions, num_out, num_nodes, products[0][1].shape[1])
     for rows, matrix, out_rows in products:

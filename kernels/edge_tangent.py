@@ -39,6 +39,7 @@ from ._device import (
     power_of_two_scale,
     rotate,
     rotate_back,
+    row_sum,
     sqrt3,
     store_m_major,
     store_sums,
@@ -124,11 +125,6 @@ def _quadratic(a1, a2, a3, a4, a5, a6, a7, a8, y1, y2, y3, y4, y5, y6, y7, y8):
     xz = _products(zero, ax1, ax2, ax3, ax4, ax5, ax6, ax7, ax8, zero, yz1, yz2, yz3, yz4, yz5, yz6, yz7, yz8)
     zx = _products(zero, az1, az2, az3, az4, az5, az6, az7, az8, zero, yx1, yx2, yx3, yx4, yx5, yx6, yx7, yx8)
     return -xx, -0.5 * (xz + zx), -zz
-
-
-@triton.jit
-def _row_sum(x):
-    return tl.sum(x, axis=1)[:, None]
 
 
 @triton.jit
@@ -308,7 +304,7 @@ def _gather_tangent_kernel(
         stretch,
         moved,
     )
-    tx, tz, along = _row_sum(tx + tx_t), _row_sum(tz + tz_t), _row_sum(along + along_t)
+    tx, tz, along = row_sum(tx + tx_t), row_sum(tz + tz_t), row_sum(along + along_t)
     store_vector_gradient(cross, rows, m_k, tx, tz, along, c, s, a, b, ux, uy, uz, length)
     scale = 1.0
     if SPLIT > 0:
@@ -383,15 +379,15 @@ def _gather_curvature_kernel(
         out,
         edges,
         m_e,
-        _row_sum(first + p0),
-        _row_sum(second + p1),
-        _row_sum(tx + p2),
-        _row_sum(tz + p3),
-        _row_sum(dtx + p4),
-        _row_sum(dtz + p5),
-        _row_sum(qxx + p6),
-        _row_sum(qxz + p7),
-        _row_sum(qzz + p8),
+        row_sum(first + p0),
+        row_sum(second + p1),
+        row_sum(tx + p2),
+        row_sum(tz + p3),
+        row_sum(dtx + p4),
+        row_sum(dtz + p5),
+        row_sum(qxx + p6),
+        row_sum(qxz + p7),
+        row_sum(qzz + p8),
         c,
         s,
         a,
@@ -556,7 +552,7 @@ def _rotate_back_sum_tangent_kernel(
             g0, g1, g2, g3, g4, g5, g6, g7, g8 = rotate(g0, g1, g2, g3, g4, g5, g6, g7, g8, c, s, a, b)
             along = _products(g0, g1, g2, g3, g4, g5, g6, g7, g8, z0, z1, z2, z3, z4, z5, z6, z7, z8)
             tx, tz = torque(z1, z2, z3, z4, z5, z6, z7, z8, g1, g2, g3, g4, g5, g6, g7, g8)
-            tx, tz, along = _row_sum(tx) * w, _row_sum(tz) * w, _row_sum(along) * slope
+            tx, tz, along = row_sum(tx) * w, row_sum(tz) * w, row_sum(along) * slope
             store_vector_gradient(cross, rows, m_e, tx, tz, along, c, s, a, b, ux, uy, uz, length)
             z0, z1, z2, z3, z4, z5, z6, z7, z8 = w * z0, w * z1, w * z2, w * z3, w * z4, w * z5, w * z6, w * z7, w * z8
         if moved:
@@ -623,23 +619,23 @@ def _rotate_back_sum_curvature_kernel(
     y0, y1, y2, y3, y4, y5, y6, y7, y8 = load_l_major(grad + node * (9 * C) + channels, C, mask)
     y0, y1, y2, y3, y4, y5, y6, y7, y8 = rotate(y0, y1, y2, y3, y4, y5, y6, y7, y8, c, s, a, b)
     z0, z1, z2, z3, z4, z5, z6, z7, z8 = _load_messages(z, edges, channels, mask, C, M0)
-    product = _row_sum(_products(z0, z1, z2, z3, z4, z5, z6, z7, z8, y0, y1, y2, y3, y4, y5, y6, y7, y8))
+    product = row_sum(_products(z0, z1, z2, z3, z4, z5, z6, z7, z8, y0, y1, y2, y3, y4, y5, y6, y7, y8))
     tx, tz = torque(z1, z2, z3, z4, z5, z6, z7, z8, y1, y2, y3, y4, y5, y6, y7, y8)
-    tx, tz = _row_sum(tx), _row_sum(tz)
+    tx, tz = row_sum(tx), row_sum(tz)
     qxx, qxz, qzz = _quadratic(z1, z2, z3, z4, z5, z6, z7, z8, y1, y2, y3, y4, y5, y6, y7, y8)
-    qxx, qxz, qzz = w0 * _row_sum(qxx), w0 * _row_sum(qxz), w0 * _row_sum(qzz)
+    qxx, qxz, qzz = w0 * row_sum(qxx), w0 * row_sum(qxz), w0 * row_sum(qzz)
     first, second = w1 * product, w2 * product
     dtx, dtz = w1 * tx, w1 * tz
     if M0:
         z0, z1, z2, z3, z4, z5, z6, z7, z8 = _load_messages(z_slope, edges, channels, mask, C, M0)
-        product = _row_sum(z0 * y0 + z2 * y2 + z6 * y6)
+        product = row_sum(z0 * y0 + z2 * y2 + z6 * y6)
         first += w0 * product
         second += 2.0 * w1 * product
         px, pz = torque(z1, z2, z3, z4, z5, z6, z7, z8, y1, y2, y3, y4, y5, y6, y7, y8)
-        dtx += w0 * _row_sum(px)
-        dtz += w0 * _row_sum(pz)
+        dtx += w0 * row_sum(px)
+        dtz += w0 * row_sum(pz)
         z0, z1, z2, z3, z4, z5, z6, z7, z8 = _load_messages(z_curvature, edges, channels, mask, C, M0)
-        second += w0 * _row_sum(z0 * y0 + z2 * y2 + z6 * y6)
+        second += w0 * row_sum(z0 * y0 + z2 * y2 + z6 * y6)
     _store_curvature(
         out, edges, m_e, first, second, w0 * tx, w0 * tz, dtx, dtz, qxx, qxz, qzz, c, s, a, b, ux, uy, uz, length, ADD
     )

@@ -401,20 +401,21 @@ class Counted(NamedTuple):
     | field | type | meaning |
     |---|---|---|
     | search | | what _fill_kernel reads first |
+    | many | bool | whether these are edges of many systems |
     | row_start | int64 [N + 1] | edges into each atom |
     | summary | float64 [3] | edges, most edges into one atom, least squared length (A^2) |
     """
 
     search: tuple[torch.Tensor | None, ...]
+    many: bool
     row_start: torch.Tensor
     summary: torch.Tensor
 
     def fill(self, out: tuple[torch.Tensor | None, ...], capacity: int, shift: bool) -> None:
         """Write them: source, target, shift and vectors, none beyond the capacity."""
         tile = {"LANES": _LANES, "ATOMS_PER_BIN": _ATOMS_PER_BIN}
-        many = self.search[4] is not None
         _fill_kernel[(len(self.row_start) - 1,)](
-            *self.search, self.row_start, *out, capacity, SHIFT=shift, MANY=many, **tile, **_LAUNCH
+            *self.search, self.row_start, *out, capacity, SHIFT=shift, MANY=self.many, **tile, **_LAUNCH
         )
 
 
@@ -434,13 +435,13 @@ def count(
     torch.cumsum(counts, 0, dtype=torch.int64, out=row_start[1:])
     # float64 holds these integers exactly.
     summary = torch.stack([row_start[-1].double(), counts.max().double(), shortest.min()])
-    return Counted((*search, turns), row_start, summary)
+    return Counted((*search, turns), many, row_start, summary)
 
 
 def _search_triton(positions: torch.Tensor, bins: Bins) -> Edges:
     """Find the edges of one system in kernels; bins on the CPU, one host synchronisation."""
     with torch.cuda.device_of(positions):  # Triton launches on the current device
-        box, grid = (_upload(tensor, positions.device) for tensor in (bins.box, bins.grid))
+        box, grid = (upload(tensor, positions.device) for tensor in (bins.box, bins.grid))
         counted = count(positions, box, grid, int(bins.number.prod()))
         n_edges, most, least = counted.summary.tolist()  # the one synchronisation
         return fill(counted, int(n_edges), int(most), least)
@@ -457,7 +458,7 @@ def fill(counted: Counted, n_edges: int, most: int, least: float) -> Edges:
     return Edges(source, target, shift, vectors, counted.row_start, most, math.sqrt(least))
 
 
-def _upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a tensor of the host to the device, without waiting for the device."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 

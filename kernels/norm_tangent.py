@@ -13,20 +13,14 @@ S = sum of g times the norm, g fixed; S'' t is centred on l = 0, as the norm's g
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ._compile import kernel
-from ._device import load_l_major
+from ._device import load_l_major, row_sum
 from ._launch import cdiv, edge_tile
 from .layout import NUM_COEFFICIENTS
 from .norm import _centre_and_scale, _store_l_major
-
-
-@triton.jit
-def _row_sum(x):
-    return tl.sum(x, axis=1)[:, None]
 
 
 @kernel(do_not_specialize=["num_directions", "num_nodes"], do_not_specialize_on_alignment=["weight"])
@@ -60,7 +54,7 @@ def _add_rms_norm_tangent_kernel(
         t0, t1, t2, t3, t4 = t0 + y0, t1 + y1, t2 + y2, t3 + y3, t4 + y4
         t5, t6, t7, t8 = t5 + y5, t6 + y6, t7 + y7, t8 + y8
         _store_l_major(dtotal + at, stride, mask, t0, t1, t2, t3, t4, t5, t6, t7, t8)
-    t0 = tl.where(mask, t0 - _row_sum(t0) / C, 0.0)
+    t0 = tl.where(mask, t0 - row_sum(t0) / C, 0.0)
     # What directions share is loaded as whole tiles, in the layout of the tangents.
     shared = i_node * (9 * C) + channels + 0 * directions
     s0, s1, s2, s3, s4, s5, s6, s7, s8 = load_l_major(total + shared, C, mask)
@@ -70,7 +64,7 @@ def _add_rms_norm_tangent_kernel(
     w1 = tl.load(w_at + C, mask=mask, other=0.0)
     w2 = tl.load(w_at + 2 * C, mask=mask, other=0.0)
     m = t0 * s0 + (t1 * s1 + t2 * s2 + t3 * s3) / 3 + (t4 * s4 + t5 * s5 + t6 * s6 + t7 * s7 + t8 * s8) / 5
-    m = _row_sum(m) / (3 * C)
+    m = row_sum(m) / (3 * C)
     q = r * r * m
     w0, w1, w2 = w0 * r, w1 * r, w2 * r
     _store_l_major(
@@ -91,12 +85,12 @@ def _add_rms_norm_tangent_kernel(
     h0, h1, h2, h3, h4 = h0 * w0, h1 * w1, h2 * w1, h3 * w1, h4 * w2
     h5, h6, h7, h8 = h5 * w2, h6 * w2, h7 * w2, h8 * w2
     # With r in h: S'' t = -r^2 (m h + k (b t + (sum of h t - 3 r^2 b m) s)).
-    b = _row_sum(h0 * s0 + h1 * s1 + h2 * s2 + h3 * s3 + h4 * s4 + h5 * s5 + h6 * s6 + h7 * s7 + h8 * s8)
-    e = _row_sum(h0 * t0 + h1 * t1 + h2 * t2 + h3 * t3 + h4 * t4 + h5 * t5 + h6 * t6 + h7 * t7 + h8 * t8) - 3 * q * b
+    b = row_sum(h0 * s0 + h1 * s1 + h2 * s2 + h3 * s3 + h4 * s4 + h5 * s5 + h6 * s6 + h7 * s7 + h8 * s8)
+    e = row_sum(h0 * t0 + h1 * t1 + h2 * t2 + h3 * t3 + h4 * t4 + h5 * t5 + h6 * t6 + h7 * t7 + h8 * t8) - 3 * q * b
     square = -r * r
     b, e, m = square * b / (3 * C), square * e / (3 * C), square * m
     c0 = m * h0 + b * t0 + e * s0
-    c0 = c0 - _row_sum(tl.where(mask, c0, 0.0)) / C
+    c0 = c0 - row_sum(tl.where(mask, c0, 0.0)) / C
     b1, e1, b2, e2 = b / 3, e / 3, b / 5, e / 5
     _store_l_major(
         curved + at,

@@ -54,9 +54,14 @@ def _norm_silu(x: Tensor, dx: Tensor, ddx: Tensor, weight: Tensor, bias: Tensor)
     n = 3 * m.square() - (dy.square() + y * ddy).mean(dim=-1, keepdim=True)
     y, dy, ddy = y, dy - m * y, ddy - 2 * m * dy + n * y
     y, dy, ddy = y * weight + bias, dy * weight, ddy * weight
-    s = y.sigmoid()
-    first, second = s * (1 + y * (1 - s)), s * (1 - s) * (2 + y * (1 - 2 * s))
-    return y * s, first * dy, second * dy.square() + first * ddy
+    value, first, second = silu_with_derivatives(y)
+    return value, first * dy, second * dy.square() + first * ddy
+
+
+def silu_with_derivatives(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """SiLU, its slope and its curvature."""
+    s = x.sigmoid()
+    return x * s, s * (1 + x * (1 - s)), s * (1 - s) * (2 + x * (1 - 2 * s))
 
 
 def envelope_curvature(distances: Tensor, cutoff: float) -> Tensor:

@@ -50,6 +50,19 @@ def test_a_pair_does_not_depend_on_others(make):
     assert growing.of(SILVER)[1][0][0] is found[1][0][0]
 
 
+def test_tables_grow_in_place(make):
+    """What was given before stays as it was, and shares its memory with what comes later."""
+    radials = make()
+    radials.of(PAIRS[:2])
+    _, before = radials.of(PAIRS[:3])  # in room for four
+    kept = [radial.table.coefficients.clone() for radial, _ in before]
+    _, after = radials.of(PAIRS)
+    for (old, _), (new, _), copy in zip(before, after, kept, strict=True):
+        assert old.table.coefficients.data_ptr() == new.table.coefficients.data_ptr()
+        assert torch.equal(old.table.coefficients, copy)
+        assert len(new.table.coefficients) == 4
+
+
 def test_past_the_limit(make, monkeypatch):
     """Tables begin anew with what is wanted; where that alone is too much, the networks themselves run."""
     monkeypatch.setattr(module, "_TABLE_BYTES", 4 * make.bytes_of_a_pair)
