@@ -86,6 +86,7 @@ def differentiate(contract, x, y):
     [
         (ALL, "0e", 3, False),
         (ALL, "0e", 3, True),
+        (ALL, "0e+1o", 3, True),
         (ALL, "0e+1o", 2, False),
         (ALL, "0e+1o", 2, True),
         (ALL, "0e+1o+2e", 3, False),
@@ -115,7 +116,7 @@ def test_redundant_paths(float64, irreps_out, paths, terms):
     assert len(contraction(ALL, irreps_out, 3).terms) == terms
 
 
-@pytest.mark.parametrize("irreps_out", ["0e", "0e+1o+2e"])
+@pytest.mark.parametrize("irreps_out", ["0e", "0e+1o", "0e+1o+2e"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_module_agrees_in_float32(float64, device, irreps_out):
     """To 5e-7 of the largest entry, against the original in float64."""

@@ -48,22 +48,26 @@ def scaled(tensor, want):
     return tensor.double() / max(1.0, want.abs().max().item() if want.numel() else 1.0)
 
 
-@pytest.mark.parametrize(
-    ("irreps_in", "irreps_out", "correlation", "layout"),
-    [
-        (ALL, "0e", 3, "mul_ir"),
-        (ALL, "0e", 3, "ir_mul"),
-        (ALL, "0e+1o+2e", 3, "mul_ir"),
-        (ALL, "1o+3o", 3, "ir_mul"),
-        (ALL, "0e+1o+2e", 2, "mul_ir"),
-        (ALL, "0e+3o", 1, "mul_ir"),
-        (ALL, "0e+3o", 1, "ir_mul"),
-        ("0e+1o+2e", "0e+1o+2e+3o", 3, "mul_ir"),
-        ("8x0e+8x1o", "8x0e+8x1o", 3, "mul_ir"),
-        ("8x0e+8x1o", "8x0e+8x1o", 3, "ir_mul"),
-    ],
-)
-@pytest.mark.parametrize("device", DEVICES)
+FORMS = [
+    (ALL, "0e", 3),
+    (ALL, "0e+1o", 3),
+    (ALL, "0e+1o+2e", 3),
+    (ALL, "1o+3o", 3),
+    (ALL, "0e+1o+2e", 2),
+    (ALL, "0e+3o", 1),
+    ("0e+1o+2e", "0e+1o+2e+3o", 3),
+    ("8x0e+8x1o", "8x0e+8x1o", 3),
+]
+# Each form in one layout where kernels are interpreted, three of them in both; each in both on a GPU.
+BOTH = (0, 5, 7)
+CASES = [("cpu", *form, "ir_mul" if i == 3 else "mul_ir") for i, form in enumerate(FORMS)]
+CASES += [("cpu", *FORMS[i], "ir_mul") for i in BOTH]
+CASES += [
+    pytest.param("cuda", *form, layout, marks=pytest.mark.gpu) for form in FORMS for layout in ("mul_ir", "ir_mul")
+]
+
+
+@pytest.mark.parametrize(("device", "irreps_in", "irreps_out", "correlation", "layout"), CASES)
 def test_all_derivatives_equal_the_reference(device, irreps_in, irreps_out, correlation, layout):
     arguments = {"irreps_in": irreps_in, "correlation": correlation, "layout": layout}
     x, species, weights, spec = case(13, 5, irreps_out, device, torch.float64, **arguments)
@@ -74,9 +78,8 @@ def test_all_derivatives_equal_the_reference(device, irreps_in, irreps_out, corr
         torch.testing.assert_close(scaled(got[name], value), scaled(value, value), **TOLERANCE[x.dtype], msg=message)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "layout"), [(torch.float32, "mul_ir"), (torch.float64, "mul_ir"), (torch.float32, "ir_mul")]
-)
+@pytest.mark.parametrize("layout", ["mul_ir", "ir_mul"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("num_nodes", "channels"), [(0, 3), (1, 1), (1, 40), (17, 7)])
 @pytest.mark.parametrize("device", DEVICES)
 def test_sizes_and_types(device, dtype, num_nodes, channels, layout):
@@ -146,8 +149,8 @@ def test_reference_equals_its_coefficients():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_finite_differences(device):
-    x, species, weights, _ = case(2, 1, "0e", device, torch.float64)
-    function = lambda x, w: symmetric_contraction(x, species, w, "0e")  # noqa: E731
+    x, species, weights, _ = case(2, 1, "0e+1o", device, torch.float64)
+    function = lambda x, w: symmetric_contraction(x, species, w, "0e+1o")  # noqa: E731
     assert torch.autograd.gradcheck(function, (x, weights), fast_mode=True)
     assert torch.autograd.gradgradcheck(function, (x, weights), fast_mode=True)
 
