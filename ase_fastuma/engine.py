@@ -31,6 +31,7 @@ from ase_fastuma.kernels.layout import NUM_COEFFICIENTS, NUM_GATES, NUM_RADIAL
 from ase_fastuma.kernels.linear import BlockWeights, block_linear
 from ase_fastuma.kernels.norm import add_rms_norm
 from ase_fastuma.kernels.operand import ieee_products
+from ase_fastuma.memory import free_memory
 from ase_fastuma.network import Network, Networks, Norm
 from ase_fastuma.pack import Members, Pack
 from ase_fastuma.repeats import Repeats
@@ -172,7 +173,7 @@ class FusedBackend:
         needed = curvature.node_bytes(
             num_directions, num_nodes, self._architecture.sphere_channels, self._dtype.itemsize
         )
-        return self._device.type != "cuda" or needed < self._free_memory() / 2
+        return self._device.type != "cuda" or needed < free_memory(self._device) / 2
 
     def _curvature(self, network: Network, members: Members, directions: Tensor, inputs: EdgeInputs) -> Tensor:
         """Second derivatives along directions [K, N, 3]: float64 [K, K], before normalisation."""
@@ -245,11 +246,7 @@ class FusedBackend:
         """See `backend.Backend.capacity`: half of the bytes that are free, and no more than a pass needs to be fast."""
         if self._device.type != "cuda":
             return _PASS_BYTES
-        return min(_PASS_BYTES, 0.5 * self._free_memory())
-
-    def _free_memory(self) -> int:
-        free = torch.cuda.mem_get_info(self._device)[0]
-        return free + torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return min(_PASS_BYTES, 0.5 * free_memory(self._device))
 
     def describe(self) -> dict[str, str]:
         """What runs, for the report."""
@@ -393,7 +390,7 @@ class FusedBackend:
         first = numbers * (NUM_GATES + NUM_COEFFICIENTS) * arch.hidden_channels
         second = first + numbers * NUM_COEFFICIENTS * arch.sphere_channels
         radial = second + numbers * NUM_RADIAL * 2 * arch.sphere_channels
-        free = self._free_memory() if self._device.type == "cuda" and num_edges > _CHUNK_EDGES else math.inf
+        free = free_memory(self._device) if self._device.type == "cuda" and num_edges > _CHUNK_EDGES else math.inf
         return convolution.Keep(first < 0.4 * free, second <= _KEPT_BYTES, radial <= _KEPT_BYTES)
 
     def _atomic_energies(

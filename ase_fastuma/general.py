@@ -23,6 +23,7 @@ from ase_fastuma.checkpoint import Checkpoint, CheckpointError
 from ase_fastuma.experts import mixture_key
 from ase_fastuma.hessian import at_a_time, hessian_of_products, products
 from ase_fastuma.kernels.operand import ieee_products
+from ase_fastuma.memory import free_memory
 from ase_fastuma.settings import Settings
 from ase_fastuma.system import System
 
@@ -194,8 +195,7 @@ class GeneralBackend:
         """See `Backend.capacity`."""
         if self._device.type != "cuda":
             return _CPU_PASS_BYTES
-        free = torch.cuda.mem_get_info(self._device)[0]
-        return (free + torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)) / 2
+        return free_memory(self._device) / 2
 
     @cached_property
     def _mixed_weights(self) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ase_fastuma.evaluation import evaluate_hessian
+from ase_fastuma.memory import free_memory
 
 if TYPE_CHECKING:
     from ase_fastuma.backend import Backend
@@ -32,9 +33,7 @@ def at_a_time(numbers: float, dtype: torch.dtype, device: torch.device) -> int:
     """How many directions to follow at once, where the model has so many edges times layers times channels."""
     room = _PASS_BYTES[device.type]
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        room = min(room, free // 2)
+        room = min(room, free_memory(device) // 2)
     return max(1, int(room / (_NUMBERS_OF_AN_EDGE * dtype.itemsize * max(numbers, 1.0))))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -50,7 +51,8 @@ def dry_run() -> Iterator[None]:
     where it is launched.
     """
     asked: list[Any] = []
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
+    # Triton's threads each put the warning filters back as they found them, which is while others had changed them.
+    with warnings.catch_warnings(), ThreadPoolExecutor(os.cpu_count()) as threads:
         with torch.autograd.set_multithreading_enabled(False), AsyncCompileMode(threads, ignore_errors=True):
             token = _asked.set(asked)
             try:
