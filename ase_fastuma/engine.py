@@ -57,7 +57,8 @@ logger = logging.getLogger(__name__)
 _CHUNK_EDGES = 1 << 17
 # Bytes of a pass over many systems: some ten thousand atoms fill any GPU.
 _PASS_BYTES = 12 << 30
-# Bytes for what spares the backward pass products but not whole layers: 1000 atoms then stay within 5 GiB in all.
+# Bytes for what spares the backward pass products but not whole layers: 1000 atoms then stay within 5 GiB in all. A
+# pack, which fills what is free anyway, may keep a sixteenth of the GPU's memory.
 _KEPT_BYTES = 7 << 29
 
 # A direction through the plain operations takes as long as so many side by side in the kernels. A first estimate: by
@@ -376,13 +377,13 @@ class FusedBackend:
             source=inputs.source,
             target=inputs.target,
             chunks=_chunks(inputs, num_nodes, network.packed),
-            keep=self._keep(inputs.num_edges),
+            keep=self._keep(inputs.num_edges, network.packed),
             cutoff=cutoff,
             num_nodes=num_nodes,
             groups=members.edge_groups,
         )
 
-    def _keep(self, num_edges: int) -> convolution.Keep:
+    def _keep(self, num_edges: int, packed: bool) -> convolution.Keep:
         """What fits: the first linears' outputs into the memory that is free now, the rest into a fixed amount."""
         arch = self._architecture
         itemsize = 2 if self._kind == "half" else self._dtype.itemsize
@@ -391,7 +392,10 @@ class FusedBackend:
         second = first + numbers * NUM_COEFFICIENTS * arch.sphere_channels
         radial = second + numbers * NUM_RADIAL * 2 * arch.sphere_channels
         free = free_memory(self._device) if self._device.type == "cuda" and num_edges > _CHUNK_EDGES else math.inf
-        return convolution.Keep(first < 0.4 * free, second <= _KEPT_BYTES, radial <= _KEPT_BYTES)
+        room = _KEPT_BYTES
+        if packed and self._device.type == "cuda":
+            room = torch.cuda.get_device_properties(self._device).total_memory // 16
+        return convolution.Keep(first < 0.4 * free, second <= room, radial <= room)
 
     def _atomic_energies(
         self,

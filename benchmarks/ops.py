@@ -52,7 +52,7 @@ from torch import Tensor
 
 KINDS = ("split", "half", "single")
 
-Call = Callable[[], "tuple[Tensor | Operand, ...]"]
+Call = Callable[[], tuple[Any, ...]]
 
 
 class Way(NamedTuple):
@@ -61,6 +61,11 @@ class Way(NamedTuple):
     impl: str
     precision: str | None
     prepare: Callable[[], Call]
+
+
+def dense(outputs: tuple[Tensor | Operand, ...]) -> list[Tensor]:
+    """Outputs as plain tensors."""
+    return [t.dense() if isinstance(t, Operand) else t for t in outputs]
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,7 @@ class Op:
         ways: what is timed.
         flop: multiplications and additions, for products.
         short: shorter than its launch, and timed as a CUDA graph.
+        compared: what of the outputs is compared.
     """
 
     name: str
@@ -79,6 +85,7 @@ class Op:
     ways: list[Way]
     flop: float | None = None
     short: bool = False
+    compared: Callable[[tuple[Any, ...]], list[Tensor]] = dense
 
 
 class Problem:
@@ -352,20 +359,29 @@ def radial(p: Problem) -> Iterator[Op]:
 def neighbour_list(p: Problem) -> Iterator[Op]:
     pbc = (True,) * 3
 
-    def vectors(positions: Tensor) -> tuple[Tensor, ...]:
-        return (neighbours.neighbour_list(positions, p.cell, pbc, p.cutoff).vectors,)
+    def found(positions: Tensor) -> tuple[neighbours.NeighbourList]:
+        return (neighbours.neighbour_list(positions, p.cell, pbc, p.cutoff),)
 
-    def plain() -> tuple[Tensor, ...]:
+    def plain() -> tuple[neighbours.NeighbourList]:
         bins = neighbours._plan_bins(p.cell, pbc, p.cutoff, p.num_atoms)
-        return (neighbours.assemble(neighbours.search_plain(p.positions, bins), None).vectors,)
+        return (neighbours.assemble(neighbours.search_plain(p.positions, bins), None),)
+
+    def ordered(outputs: tuple[neighbours.NeighbourList]) -> list[Tensor]:
+        """The vectors by target, source and image: within a target each search has an order of its own."""
+        (edges,) = outputs
+        key = edges.target.long() * p.num_atoms + edges.source
+        for axis in range(3):
+            key = key * 64 + edges.shift[:, axis] + 32
+        return [edges.vectors[key.argsort()].to(p.device)]
 
     yield Op(
         "neighbour_list",
-        lambda: tuple(t.to(p.device) for t in vectors(p.positions.cpu())),
+        lambda: found(p.positions.cpu()),
         [
-            Way("fastuma", "float64", lambda: lambda: vectors(p.positions)),
+            Way("fastuma", "float64", lambda: lambda: found(p.positions)),
             Way("torch", "float64", lambda: plain),
         ],
+        compared=ordered,
     )
 
 
@@ -443,11 +459,6 @@ OPS = (gather_rotate_scale, rotate_back_sum, gate, first_linear, second_linear, 
 OPS += (neighbour_list, search_within, forces, norm)
 
 
-def dense(outputs: tuple[Tensor | Operand, ...]) -> list[Tensor]:
-    """Outputs as plain tensors."""
-    return [t.dense() if isinstance(t, Operand) else t for t in outputs]
-
-
 def relative_error(got: list[Tensor], want: list[Tensor]) -> float:
     """The largest relative error among the outputs, in norm. Blocks that were left unjoined are joined."""
     if len(got) > len(want):
@@ -469,7 +480,7 @@ def recorded(prepare: Callable[[], Call]) -> Callable[[], None]:
     return graph.replay
 
 
-def measure(way: Way, want: list[Tensor], p: Problem, short: bool, seconds: float) -> dict[str, Any]:
+def measure(way: Way, op: Op, want: list[Tensor], p: Problem, seconds: float) -> dict[str, Any]:
     """The measured columns of one row."""
     call = way.prepare()
     on_gpu = p.device.type == "cuda"
@@ -484,10 +495,10 @@ def measure(way: Way, want: list[Tensor], p: Problem, short: bool, seconds: floa
         torch.cuda.synchronize()
     first_call = time.perf_counter() - start
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if on_gpu else None
-    error = relative_error(dense(outputs), want)
+    error = relative_error(op.compared(outputs), want)
     del outputs
     if on_gpu:
-        call = recorded(way.prepare) if short else call
+        call = recorded(way.prepare) if op.short else call
         times = triton.testing.do_bench(call, warmup=20, rep=1e3 * seconds, return_mode="all")
     else:
         times = [1e3 * first_call]
@@ -501,8 +512,8 @@ def run(op: Op, p: Problem, rows: Rows, seconds: float) -> None:
         if rows.time_is_up(f"{op.name} {way.impl} {way.precision}"):
             continue
         try:
-            want = dense(op.exact()) if want is None else want
-            found = measure(way, want, p, op.short, seconds)
+            want = op.compared(op.exact()) if want is None else want
+            found = measure(way, op, want, p, seconds)
             if op.flop is not None:
                 found["tflop_per_s"] = op.flop / found["median_ms"] * 1e-9
         except torch.OutOfMemoryError:

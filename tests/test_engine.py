@@ -124,7 +124,7 @@ def test_chunks_equal_one_piece(backends, standin, precision, monkeypatch):
     chosen = system(bulk("Cu", cubic=True) * (4, 4, 4))
     whole = backends("cuda", precision, plain=False).evaluate(chosen, ALL)
     monkeypatch.setattr("ase_fastuma.engine._CHUNK_EDGES", 3000)
-    monkeypatch.setattr(FusedBackend, "_keep", lambda self, num_edges: Keep(False, False, False))
+    monkeypatch.setattr(FusedBackend, "_keep", lambda *_: Keep(False, False, False))
     parts = FusedBackend(load_checkpoint(standin), Settings(device="cuda", precision=precision)).evaluate(chosen, ALL)
     assert_equal(parts, whole, 1e-5 if precision != "float64" else 1e-12)
 
@@ -135,7 +135,7 @@ def test_what_is_kept_changes_nothing(standin, tmp_path, device, monkeypatch):
     checkpoint, settings = load_checkpoint(path), Settings(device=device, precision="accurate")
     whole = FusedBackend(checkpoint, settings).evaluate(system(ion(), "omol", 1, 2), ALL)
     for keep in (Keep(False, False, False), Keep(True, False, False), Keep(True, True, False)):
-        monkeypatch.setattr(FusedBackend, "_keep", lambda self, num_edges, keep=keep: keep)
+        monkeypatch.setattr(FusedBackend, "_keep", lambda *_, keep=keep: keep)
         parts = FusedBackend(checkpoint, settings).evaluate(system(ion(), "omol", 1, 2), ALL)
         for name in ALL:
             np.testing.assert_array_equal(parts[name], whole[name], err_msg=str(keep))
