@@ -335,7 +335,7 @@ def test_dynamics_on_a_gpu(standin: Path, precision: str, monkeypatch: pytest.Mo
             waits += [step for warning in said if "synchronizing CUDA operation" in str(warning.message)]
             state.positions = state.positions + 0.01 * results["forces"]
         ends.append(results)
-        assert bool(moving._resident._recordings) == (patience == 3)
+        assert bool(moving._resident._repeated._recordings) == (patience == 3)
     assert waits == [9, 10, 11]
     tolerance = 1e-4 if precision == "fast" else 1e-6
     for name, value in ends[0].items():
