@@ -9,6 +9,7 @@ from ase.build import bulk, molecule, nanotube
 # Cubic fcc cells along each axis, by the number of atoms.
 CELLS = {4: (1, 1, 1), 32: (2, 2, 2), 108: (3, 3, 3), 256: (4, 4, 4), 500: (5, 5, 5), 1000: (5, 5, 10)}
 CELLS |= {2048: (8, 8, 8), 8788: (13, 13, 13), 12000: (10, 15, 20), 16384: (16, 16, 16), 32000: (20, 20, 20)}
+CELLS |= {1_000_188: (63, 63, 63)}
 
 # Lattice constant (A) and the elements on the sites of the cubic cell: copper, CuAu in layers, Ni3Al.
 CRYSTALS = {
