@@ -111,7 +111,9 @@ def main() -> None:
     parser.add_argument("--impls", nargs="+", required=True)
     parser.add_argument("--seconds", type=float, default=3.0, help="time for the repeats of one row")
     parser.add_argument("--reference-atoms", type=int, default=1100, help="largest structure to compare with float64")
-    parser.add_argument("--long", type=float, default=5.0, help="calls of so many seconds are timed once, after the first")
+    parser.add_argument(
+        "--long", type=float, default=5.0, help="calls of so many seconds are timed once, after the first"
+    )
     add_arguments(parser)
     options = parser.parse_args()
     rows, references = Rows("end_to_end", options), {}
