@@ -480,7 +480,9 @@ def recorded(prepare: Callable[[], Call]) -> Callable[[], None]:
     return graph.replay
 
 
-def measure(way: Way, op: Op, want: list[Tensor], p: Problem, seconds: float) -> dict[str, Any]:
+def measure(
+    way: Way, want: list[Tensor], p: Problem, short: bool, seconds: float, compared: Callable[..., list[Tensor]] = dense
+) -> dict[str, Any]:
     """The measured columns of one row."""
     call = way.prepare()
     on_gpu = p.device.type == "cuda"
@@ -495,10 +497,10 @@ def measure(way: Way, op: Op, want: list[Tensor], p: Problem, seconds: float) ->
         torch.cuda.synchronize()
     first_call = time.perf_counter() - start
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if on_gpu else None
-    error = relative_error(op.compared(outputs), want)
+    error = relative_error(compared(outputs), want)
     del outputs
     if on_gpu:
-        call = recorded(way.prepare) if op.short else call
+        call = recorded(way.prepare) if short else call
         times = triton.testing.do_bench(call, warmup=20, rep=1e3 * seconds, return_mode="all")
     else:
         times = [1e3 * first_call]
@@ -513,7 +515,7 @@ def run(op: Op, p: Problem, rows: Rows, seconds: float) -> None:
             continue
         try:
             want = op.compared(op.exact()) if want is None else want
-            found = measure(way, op, want, p, seconds)
+            found = measure(way, want, p, op.short, seconds, op.compared)
             if op.flop is not None:
                 found["tflop_per_s"] = op.flop / found["median_ms"] * 1e-9
         except torch.OutOfMemoryError:
