@@ -55,7 +55,7 @@ class RowGroups:
         return (self.counts + rows - 1) // rows
 
     def tiles(self, rows: int) -> Tensor:
-        """Group, first row and end of the rows of each tile of so many rows [3, T], int64; kept. Empty tiles end it."""
+        """Group, first row and last row + 1 of each tile of so many rows [3, T], int64; kept. Empty tiles end it."""
         if rows not in self._tiles:
             # An even number, so that each of the three rows begins where a compiled kernel may expect it to.
             most = (self.num_rows // rows + self.num_groups + 1) // 2 * 2
@@ -65,5 +65,5 @@ class RowGroups:
             # Tiles beyond the last one lie past the end of the last group.
             group = torch.searchsorted(ends, tile, right=True).clamp(max=self.num_groups - 1)
             first = self.first[group] + (tile - (ends - tiles)[group]) * rows
-            self._tiles[rows] = torch.stack([group, first, self.first[group + 1]])
+            self._tiles[rows] = torch.stack([group, first, torch.minimum(first + rows, self.first[group + 1])])
         return self._tiles[rows]
