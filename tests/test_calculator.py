@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import standin as standin_module
 import systems
@@ -171,3 +173,21 @@ def test_doctor_as_a_command() -> None:
 def test_plugin() -> None:
     (plugin,) = _plugin.__ase_plugins__
     assert plugin.implementation is FastUMACalculator
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["accurate", "fast"])
+def test_ten_calculators_on_one_gpu(standin: Path, precision: str) -> None:
+    """Steps of ten structures in turn, recorded ones too, are those of each alone, bit for bit."""
+
+    def steps(seed: int) -> Iterator[np.ndarray]:
+        atoms = systems.nacl() if seed % 2 else systems.copper() * (2, 1, 1)
+        atoms.calc = FastUMACalculator(standin, task="omat", device="cuda", precision=precision)
+        for step in range(5):
+            atoms.rattle(0.02, seed=10 * seed + step)
+            yield atoms.get_forces()
+
+    alone = [list(steps(seed)) for seed in range(10)]
+    in_turn = zip(*zip(*map(steps, range(10)), strict=True), strict=True)
+    for one, other in zip(alone, in_turn, strict=True):
+        np.testing.assert_array_equal(one, other)
