@@ -19,10 +19,13 @@ from ase import Atoms
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on CPU tensors; read when Triton is imported
 
+import interpreter
 import standin as standin_module
 
 import ase_fastuma
 from ase_fastuma import general
+
+interpreter.patch_language_once()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
