@@ -1,13 +1,14 @@
-"""Nodes grouped by species on the device: a stable counting sort and chunks of one species. Nothing waits for the host.
+"""Nodes grouped by species on the device, and walks along their order. Nothing waits for the host.
 
-Sums over the nodes of a species are made in two steps, each in a fixed order: over chunks of at most `size` nodes, then
-over the chunks of a species. How many chunks there are the host does not know; it launches as many as there can be, and
-those beyond the last are empty. Species outside 0 ... E - 1 are in no chunk.
+Groups are one array, int32 [2 N + E + 1]: the nodes in the order of their species and then of their own, the species
+of those, and where each species starts. Species outside 0 ... E - 1 count as one more, E, the last.
+
+Sums over the nodes of a species are made in two steps, each in a fixed order. Program p walks along places p * walk to
+(p + 1) * walk of the order and leaves a sum, in row p + z, where it leaves species z: from one sum to the next either
+p or z grows, so every sum has a row of its own, and those of a species lie side by side.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -18,38 +19,51 @@ from ._launch import cdiv, next_power_of_2
 
 _TILE = 64
 """Nodes of a program: their ranks within it are a comparison of each with each."""
-
-
-class NodesBySpecies(NamedTuple):
-    """Nodes in the order of their species.
-
-    Attributes:
-        order: [N] int32, nodes of species 0, then of 1, ..., each in their own order.
-        totals: [E] int32, nodes of each species.
-        chunk_size: the most nodes in a chunk.
-        max_chunks: how many chunks there can be.
-    """
-
-    order: Tensor
-    totals: Tensor
-    chunk_size: int
-    max_chunks: int
+ORDERED = 8
+"""Nodes of a program of :func:`order_tile`: no more registers than a contraction's forward pass needs anyhow."""
+MAX_ORDERED = 4096
+"""Nodes up to which those programs, who compare each node with all, are few beside the forward pass's own."""
 
 
 @triton.jit
-def _species_of_tile(species, num_nodes, num_species, TILE: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Nodes of this program [TILE], their species, and which species each is [TILE, BLOCK_E]."""
-    nodes = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    z = tl.load(species + nodes, mask=nodes < num_nodes, other=-1).to(tl.int32)
-    e = tl.arange(0, BLOCK_E)
-    return nodes, z, (z[:, None] == e[None, :]) & (e < num_species)[None, :]
+def _species_of_nodes(species, nodes, num_nodes, num_species):
+    """Species of nodes: E for unknown ones, -1 beyond the last node."""
+    z = tl.load(species + nodes, mask=nodes < num_nodes, other=0).to(tl.int32)
+    return tl.where(nodes < num_nodes, tl.where((z >= 0) & (z < num_species), z, num_species), -1)
+
+
+@triton.jit
+def order_tile(
+    species, groups, i_tile, num_nodes, num_species, TILE: tl.constexpr, MAX_NODES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Place a tile of nodes, or of species, by comparison with all nodes: no program waits for another.
+
+    Nodes are numbered on by species, each before all of its nodes: where it would be placed is where those start.
+    """
+    i = i_tile * TILE + tl.arange(0, TILE)
+    is_node = i < num_nodes
+    own = tl.where(is_node, _species_of_nodes(species, i, num_nodes, num_species), i - num_nodes)
+    key = own * (2 * MAX_NODES) + tl.where(is_node, i, -1)
+    smaller = tl.zeros([TILE, BLOCK], tl.int32)
+    for start in range(0, num_nodes, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        z = _species_of_nodes(species, j, num_nodes, num_species)
+        other = tl.where(j < num_nodes, z * (2 * MAX_NODES) + j, 2147483647)
+        smaller += (other[None, :] < key[:, None]).to(tl.int32)
+    place = tl.sum(smaller, axis=1)
+    at, value = tl.where(is_node, place, num_nodes + i), tl.where(is_node, i, place)
+    tl.store(groups + at, value, mask=i <= num_nodes + num_species)
+    tl.store(groups + num_nodes + place, own, mask=is_node)
 
 
 @triton.jit(do_not_specialize=["num_nodes", "num_species"])
 def _count_kernel(species, counts, num_nodes, num_species, TILE: tl.constexpr, BLOCK_E: tl.constexpr):
     """counts[tile, z]: nodes of each species in a tile."""
-    _, _, hit = _species_of_tile(species, num_nodes, num_species, TILE, BLOCK_E)
-    tl.store(counts + tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), tl.sum(hit.to(tl.int32), axis=0))
+    nodes = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    z = _species_of_nodes(species, nodes, num_nodes, num_species)
+    e = tl.arange(0, BLOCK_E)
+    n = tl.sum((z[:, None] == e[None, :]).to(tl.int32), axis=0)
+    tl.store(counts + tl.program_id(0) * BLOCK_E + e, n)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -67,66 +81,50 @@ def _offset_kernel(counts, totals, num_tiles, BLOCK_E: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit(do_not_specialize=["num_nodes", "num_species"])
-def _order_kernel(species, counts, totals, order, num_nodes, num_species, TILE: tl.constexpr, BLOCK_E: tl.constexpr):
+def _order_kernel(species, counts, totals, groups, num_nodes, num_species, TILE: tl.constexpr, BLOCK_E: tl.constexpr):
     """A node's place: nodes of smaller species, those of its own in the tiles before, and before it in its tile."""
-    nodes, z, hit = _species_of_tile(species, num_nodes, num_species, TILE, BLOCK_E)
+    nodes = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    z = _species_of_nodes(species, nodes, num_nodes, num_species)
     e = tl.arange(0, BLOCK_E)
-    n = tl.load(totals + e, mask=e < num_species, other=0)
-    first = tl.cumsum(n, axis=0) - n + tl.load(counts + tl.program_id(0) * BLOCK_E + e, mask=e < num_species, other=0)
-    place = tl.sum(tl.where(hit, first[None, :], 0), axis=1)
+    n = tl.load(totals + e, mask=e <= num_species, other=0)
+    start = tl.cumsum(n, axis=0) - n
+    if tl.program_id(0) == 0:
+        tl.store(groups + 2 * num_nodes + e, start, mask=e <= num_species)
+    first = start + tl.load(counts + tl.program_id(0) * BLOCK_E + e, mask=e <= num_species, other=0)
+    place = tl.sum(tl.where(z[:, None] == e[None, :], first[None, :], 0), axis=1)
     earlier = (z[:, None] == z[None, :]) & (nodes[:, None] > nodes[None, :])
     place += tl.sum(earlier.to(tl.int32), axis=1)
-    tl.store(order + place, nodes, mask=(z >= 0) & (z < num_species))
+    tl.store(groups + place, nodes, mask=nodes < num_nodes)
+    tl.store(groups + num_nodes + place, z, mask=nodes < num_nodes)
 
 
 @triton.jit
-def nodes_of_chunk(totals, i_chunk, num_species, chunk_size, BLOCK_E: tl.constexpr):
-    """Places (first, last) in the order of a chunk's nodes; both zero beyond the last chunk."""
-    e = tl.arange(0, BLOCK_E)
-    n = tl.load(totals + e, mask=e < num_species, other=0)
-    end = tl.cumsum(n, axis=0)
-    chunks = (n + chunk_size - 1) // chunk_size
-    chunks_end = tl.cumsum(chunks, axis=0)
-    here = (chunks_end > i_chunk) & (chunks_end - chunks <= i_chunk)
-    start = end - n + (i_chunk - (chunks_end - chunks)) * chunk_size
-    first = tl.sum(tl.where(here, start, 0), axis=0)
-    last = tl.sum(tl.where(here, tl.minimum(start + chunk_size, end), 0), axis=0)
-    return first, last
+def sums_of_species(groups, i_species, num_nodes, walk):
+    """Rows (first, last) of a species' sums."""
+    start = tl.load(groups + 2 * num_nodes + i_species)
+    end = tl.load(groups + 2 * num_nodes + i_species + 1)
+    first = i_species + start // walk
+    return first, tl.where(end > start, i_species + (end - 1) // walk + 1, first)
 
 
-@triton.jit
-def chunks_of_species(totals, i_species, chunk_size, BLOCK_E: tl.constexpr):
-    """Chunks (first, last) of a species."""
-    e = tl.arange(0, BLOCK_E)
-    n = tl.load(totals + e, mask=e <= i_species, other=0)
-    chunks = (n + chunk_size - 1) // chunk_size
-    last = tl.sum(chunks, axis=0)
-    return last - tl.sum(tl.where(e == i_species, chunks, 0), axis=0), last
+def empty_groups(species: Tensor, num_species: int) -> Tensor:
+    """Groups to be written, e.g. by :func:`order_tile` for all of :func:`order_tiles`."""
+    return torch.empty(2 * species.shape[0] + num_species + 1, dtype=torch.int32, device=species.device)
 
 
-def padded_species(num_species: int) -> int:
-    """BLOCK_E, the species of a program's row."""
-    return max(16, next_power_of_2(num_species))
+def order_tiles(num_nodes: int, num_species: int) -> int:
+    """Tiles of :func:`order_tile`: of nodes, and of species with the unknown one."""
+    return (num_nodes + num_species) // ORDERED + 1
 
 
-def nodes_by_species(species: Tensor, num_species: int) -> NodesBySpecies:
-    """Sort nodes by species and cut them into chunks.
-
-    A chunk is the work of a warp for each block of channels, and costs a row of partial sums: there are some thousand
-    of them, of 8 to 64 nodes.
-    """
+def nodes_by_species(species: Tensor, num_species: int) -> Tensor:
+    """Groups of any number of nodes: a stable counting sort by kernels of its own."""
     num_nodes = species.shape[0]
-    size = min(64, max(8, next_power_of_2(num_nodes // 1024)))
-    tiles, block = cdiv(num_nodes, _TILE), padded_species(num_species)
-    like = {"dtype": torch.int32, "device": species.device}
-    counts, totals, order = (
-        torch.empty(tiles, block, **like),
-        torch.empty(num_species, **like),
-        torch.empty(num_nodes, **like),
-    )
-    _count_kernel[(tiles,)](species, counts, num_nodes, num_species, TILE=_TILE, BLOCK_E=block, num_warps=4)
-    _offset_kernel[(num_species,)](counts, totals, tiles, BLOCK_E=block, BLOCK=128, num_warps=1)
-    _order_kernel[(tiles,)](
-        species, counts, totals, order, num_nodes, num_species, TILE=_TILE, BLOCK_E=block, num_warps=4
-    )
-    return NodesBySpecies(order, totals, size, cdiv(num_nodes, size) + num_species)
+    tiles, block = cdiv(num_nodes, _TILE), max(16, next_power_of_2(num_species + 1))
+    groups = empty_groups(species, num_species)
+    counts, totals = groups.new_empty(tiles, block), groups.new_empty(num_species + 1)
+    sizes = {"TILE": _TILE, "BLOCK_E": block}
+    _count_kernel[(tiles,)](species, counts, num_nodes, num_species, **sizes, num_warps=4)
+    _offset_kernel[(num_species + 1,)](counts, totals, tiles, BLOCK_E=block, BLOCK=128, num_warps=1)
+    _order_kernel[(tiles,)](species, counts, totals, groups, num_nodes, num_species, **sizes, num_warps=4)
+    return groups

@@ -13,10 +13,12 @@ differentiated from it as straight-line programs (:mod:`._straightline`) and wri
     out(x, w)                                   one lane a (node, channel), all in registers
     grad x (x, w, g)                            the same
     double: gradients of <h, grad x> with respect to x and g, of (x, w, g, h)        the same
-    grad w (x, g), and the gradient of <h, grad x> with respect to w                 in chunks of one species
+    grad w (x, g), and the gradient of <h, grad x> with respect to w                 summed from node to node
+    both gradients of <g, out>                                                       in one such pass
 
-A lane reads its own weights by species, so nothing is sorted except for gradients of weights, and nothing waits for the
-host. Kernels are generated once for a set of irreps and a layout, and compiled by Triton once for a width and a type.
+A lane reads its own weights by species. Nodes are grouped by species for gradients of weights alone (:mod:`._species`),
+by some programs of the forward pass, and nothing waits for the host. Kernels are generated once for a set of irreps and
+a layout, and compiled by Triton once for a width and a type.
 """
 
 from __future__ import annotations
@@ -36,7 +38,15 @@ from . import reference
 from ._check import check_shape
 from ._couplings import Contraction, Term, contraction, coupling
 from ._launch import cdiv, next_power_of_2, runs_kernels
-from ._species import chunks_of_species, nodes_by_species, nodes_of_chunk, padded_species
+from ._species import (
+    MAX_ORDERED,
+    ORDERED,
+    empty_groups,
+    nodes_by_species,
+    order_tile,
+    order_tiles,
+    sums_of_species,
+)
 from ._straightline import Program
 
 LAYOUTS = ("mul_ir", "ir_mul")
@@ -133,35 +143,36 @@ def _load_four(at, mask, LANES: tl.constexpr):
     return a, b, c, d
 
 
-@triton.jit
-def _store_four(at, mask, a, b, c, d, LANES: tl.constexpr):
-    """Four consecutive numbers a lane, as one wide store."""
-    tile = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [LANES, 4])
-    tl.store(at[:, None] + tl.arange(0, 4)[None, :], tile, mask=mask[:, None])
-
-
-@triton.jit(do_not_specialize=["chunk_size"])
-def _sum_chunks_kernel(
+@triton.jit(do_not_specialize=["num_nodes", "walk"])
+def _sum_walks_kernel(
     partial,
-    totals,
+    groups,
     out,
-    chunk_size,
-    BLOCK_E: tl.constexpr,
+    num_nodes,
+    walk,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Gradient of the weights of one species: the sum of its chunks' rows, in a fixed order."""
+    """Gradient of the weights of one species: the sum of what walks have left of it, in a fixed order."""
     i_species = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_columns = columns < WIDTH
-    first, last = chunks_of_species(totals, i_species, chunk_size, BLOCK_E)
-    total = tl.zeros([BLOCK], dtype=out.dtype.element_ty)
+    first, last = sums_of_species(groups, i_species, num_nodes, walk)
+    total = tl.zeros([ROWS, BLOCK], dtype=out.dtype.element_ty)
     for i in range(first, last, ROWS):
         rows = i + tl.arange(0, ROWS)
         at = partial + rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
-        total += tl.sum(tl.load(at, mask=(rows < last)[:, None] & m_columns[None, :], other=0.0), axis=0)
-    tl.store(out + i_species.to(tl.int64) * WIDTH + columns, total, mask=m_columns)
+        total += tl.load(at, mask=(rows < last)[:, None] & m_columns[None, :], other=0.0)
+    tl.store(out + i_species.to(tl.int64) * WIDTH + columns, tl.sum(total, axis=0), mask=m_columns)
+
+
+def walk_registers(terms: int) -> int:
+    """Registers a lane of a walk in float32, by polynomials: as few as hold its sums and all else without spills.
+
+    The compiler left to itself takes a fifth more, and as many warps fewer run at once.
+    """
+    return 104 if terms <= 16 else 168 if terms <= 32 else 255
 
 
 class _Rows(NamedTuple):
@@ -200,15 +211,21 @@ def _load_rows(rows: _Rows, layout: str) -> list[str]:
     return lines
 
 
+def _joined(values: list[str]) -> str:
+    """A tile of 2^n values a lane, [LANES, 2, ..., 2], as text."""
+    return values[0] if len(values) == 1 else f"tl.join({_joined(values[::2])}, {_joined(values[1::2])})"
+
+
 def _store_rows(rows: _Rows, values: list[str], layout: str) -> list[str]:
     """Statements that store values in the order of their coefficients."""
     lines, n = [], 0
     for size, address in _addresses(rows, layout):
         block = values[n : n + size]
         lines.append(f"at = {address}")
-        if layout == "mul_ir" and size % 4 == 0:
-            for i in range(0, size, 4):
-                lines.append(f"_store_four(at + {i}, mask, {', '.join(block[i : i + 4])}, LANES)")
+        if layout == "mul_ir" and size in (4, 16):
+            # Rows of neighbouring lanes lie side by side: stored as one tile, whole lines are written at once.
+            tile = f"tl.reshape({_joined(block)}, [LANES, {size}])"
+            lines.append(f"tl.store(at[:, None] + tl.arange(0, {size})[None, :], {tile}, mask=mask[:, None])")
         else:
             step = "" if layout == "mul_ir" else " * C"
             lines += [f"tl.store(at + {i}{step}, {value}, mask=mask)" for i, value in enumerate(block)]
@@ -224,13 +241,13 @@ def _constants(constants: dict[str, float], values: list[str]) -> list[str]:
 
 def _compiled(name: str, arguments: list[str], lines: list[str]) -> Any:
     """A Triton kernel from its statements; sizes and the alignment of nothing but arrays lead to new compilations."""
-    sizes = [a for a in arguments if a in ("num_nodes", "num_species", "chunk_size", "missing")]
+    sizes = [a for a in arguments if a in ("num_nodes", "num_species", "walk", "missing")]
     text = f"@triton.jit(do_not_specialize={sizes!r})\ndef {name}({', '.join(arguments)}):\n"
     text += "".join(f"    {line}\n" for line in lines)
     file = f"<ase_fastuma generated {name}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # Triton reads sources by file
     scope = {"triton": triton, "tl": tl, "__name__": __name__}
-    scope |= {"_load_four": _load_four, "_store_four": _store_four, "nodes_of_chunk": nodes_of_chunk}
+    scope |= {"_load_four": _load_four, "order_tile": order_tile}
     exec(compile(text, file, "exec"), scope)
     return scope[name]
 
@@ -282,7 +299,21 @@ class _Kernels:
             "double": self._program.operations(self._gradient_of_gradient(self._x + self._g)),
         }
 
-    def _of_nodes(self, name: str, writes: dict[str, list[int | None]], reads: list[str]) -> Any:
+    def _load_weights(self, used: set[str]) -> list[str]:
+        """Statements that load the weights of species z, those in use."""
+        return [
+            f"w_at = w + z * ({len(self._w)} * C) + channel",
+            "w_mask = mask & (z >= 0) & (z < num_species)",
+            *(
+                f"w{k} = tl.load(w_at + {k} * C, mask=w_mask, other=missing)"
+                for k in range(len(self._w))
+                if f"w{k}" in used
+            ),
+        ]
+
+    def _of_nodes(
+        self, name: str, writes: dict[str, list[int | None]], reads: list[str], first_programs: Sequence[str] = ()
+    ) -> Any:
         """A kernel from rows and weights to rows, one lane a node and channel."""
         outputs = [v for values in writes.values() for v in values]
         used = self._program.used(outputs)
@@ -291,63 +322,91 @@ class _Kernels:
         lines = [
             "T: tl.constexpr = x.dtype.element_ty",
             "lane = tl.arange(0, LANES)",
-            "node = tl.program_id(0).to(tl.int64) * (LANES // BLOCK_C) + lane // BLOCK_C",
+            "block = tl.program_id(0)",
+            *first_programs,
+            "node = block.to(tl.int64) * (LANES // BLOCK_C) + lane // BLOCK_C",
             "channel = tl.program_id(1) * BLOCK_C + lane % BLOCK_C",
             "mask = (node < num_nodes) & (channel < C)",
             "z = tl.load(species + node, mask=node < num_nodes, other=0).to(tl.int64)",
-            f"w_at = w + z * ({len(self._w)} * C) + channel",
-            "w_mask = mask & (z >= 0) & (z < num_species)",
             *_constants(constants, values),
         ]
         lines += [line for read in reads for line in _load_rows(self._rows(read), self.layout)]
-        lines += [
-            f"w{k} = tl.load(w_at + {k} * C, mask=w_mask, other=missing)"
-            for k in range(len(self._w))
-            if f"w{k}" in used
-        ]
-        lines += body
+        lines += self._load_weights(used) + body
         for write in writes:
             rows = self._rows(write)
             lines += _store_rows(rows, values[: sum(rows.blocks)], self.layout)
             del values[: sum(rows.blocks)]
-        sizes = [
-            "num_nodes",
-            "num_species",
-            "missing",
-            "C: tl.constexpr",
-            "LANES: tl.constexpr",
-            "BLOCK_C: tl.constexpr",
-        ]
-        return _compiled(f"{name}_{self._name}", [*reads, "species", "w", *writes, *sizes], lines)
+        sizes = ["num_nodes", "num_species", "missing"]
+        sizes += [f"{size}: tl.constexpr" for size in ("C", "LANES", "BLOCK_C")]
+        return _compiled(f"{name}_{self._name}", [*reads, "species", "w", *writes, "groups", *sizes], lines)
 
-    def _of_weights(self, name: str, gradients: list[int | None], reads: list[str]) -> Any:
-        """A kernel from rows to the gradients of the weights, summed over a chunk of nodes of one species."""
-        constants, body = self._program.code(gradients)
-        values = self._program.names(gradients)
-        loop = [line for read in reads for line in _load_rows(self._rows(read), self.layout)] + body
+    def _of_walks(
+        self, name: str, gradients: list[int | None], reads: list[str], writes: dict[str, list[int | None]]
+    ) -> Any:
+        """A kernel from rows to gradients of the weights, summed along walks (:mod:`._species`), and to further rows.
+
+        One lane a channel, whose sums stay in registers. Warps wait for rows in turn: with the next node's on their way
+        beside those of one, fewer of them would fit.
+        """
+        outputs = gradients + [v for values in writes.values() for v in values]
+        used = self._program.used(outputs) & {f"w{k}" for k in range(len(self._w))}
+        constants, body = self._program.code(outputs)
+        values = self._program.names(outputs)
+        sums = [f"sum{k}" for k in range(len(gradients))]
+        loop = [
+            "node = tl.load(groups + i).to(tl.int64)",
+            "own = tl.load(groups + num_nodes + i)",
+            "following = tl.load(groups + num_nodes + i + 1)",  # of no node beyond the last
+            "z = own + tl.zeros([LANES], tl.int64)",
+            *(line for read in reads for line in _load_rows(self._rows(read), self.layout)),
+            *(self._load_weights(used) if used else []),
+            *body,
+            *(f"{total} += {value}" for total, value in zip(sums, values, strict=False)),
+        ]
+        del values[: len(sums)]
+        for write in writes:
+            size = sum(self._rows(write).blocks)
+            loop += _store_rows(self._rows(write), values[:size], self.layout)
+            del values[:size]
+        loop += [
+            "if (following != own) | (i + 1 == last):",
+            f"    at = partial + (i_walk + own).to(tl.int64) * ({len(sums)} * C) + channel",
+            *(f"    tl.store(at + {k} * C, {total}, mask=mask)" for k, total in enumerate(sums)),
+            *(f"    {total} = tl.zeros([LANES], T)" for total in sums),
+        ]
         lines = [
             "T: tl.constexpr = x.dtype.element_ty",
             "LANES: tl.constexpr = BLOCK_C",
-            "i_chunk = tl.program_id(0)",
+            "i_walk = tl.program_id(0)",
             "channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)",
             "mask = channel < C",
-            "first, last = nodes_of_chunk(totals, i_chunk, num_species, chunk_size, BLOCK_E)",
-            *_constants(constants, values),
-            *(f"sum{k} = tl.zeros([LANES], T)" for k in range(len(values))),
+            "first = i_walk * walk",
+            "last = tl.minimum(first + walk, num_nodes)",
+            *_constants(constants, self._program.names(outputs)),
+            *(f"{total} = tl.zeros([LANES], T)" for total in sums),
             "for i in range(first, last):",
-            "    node = tl.load(order + i).to(tl.int64)",
             *(f"    {line}" for line in loop),
-            *(f"    sum{k} += {value}" for k, value in enumerate(values)),
-            f"at = partial + i_chunk.to(tl.int64) * ({len(values)} * C) + channel",
-            *(f"tl.store(at + {k} * C, sum{k}, mask=mask)" for k in range(len(values))),
         ]
-        sizes = ["num_species", "chunk_size", "BLOCK_E: tl.constexpr", "C: tl.constexpr", "BLOCK_C: tl.constexpr"]
-        return _compiled(f"{name}_{self._name}", [*reads, "order", "partial", "totals", *sizes], lines)
+        sizes = ["num_nodes", "num_species", "walk", "missing", "C: tl.constexpr", "BLOCK_C: tl.constexpr"]
+        return _compiled(f"{name}_{self._name}", [*reads, "groups", "w", "partial", *writes, *sizes], lines)
 
     @functools.cached_property
     def forward(self) -> Any:
-        """out(x, w)."""
-        return self._of_nodes("contraction", {"out": self._out}, ["x"])
+        """out(x, w); given an array for them, nodes grouped by species too, for gradients of weights to come.
+
+        The programs that do so are few and hide behind the others. A sort of its own before the backward pass would
+        take as long as a short one itself.
+        """
+        ordering = [
+            "if groups is not None:",
+            f"    blocks = tl.cdiv((num_nodes + num_species) // {ORDERED} + 1, tl.num_programs(1))",
+            "    if block < blocks:",
+            "        i_tile = block * tl.num_programs(1) + tl.program_id(1)",
+            f"        order_tile(species, groups, i_tile, num_nodes, num_species, {ORDERED}, {MAX_ORDERED}, LANES)",
+            "        return",
+            "    block -= blocks",
+        ]
+        return self._of_nodes("contraction", {"out": self._out}, ["x"], ordering)
 
     @functools.cached_property
     def grad_x(self) -> Any:
@@ -364,12 +423,19 @@ class _Kernels:
     @functools.cached_property
     def grad_w(self) -> Any:
         """The gradient of <g, out> with respect to w."""
-        return self._of_weights("contraction_grad_w", self._gradient(self._w), ["x", "g"])
+        return self._of_walks("contraction_grad_w", self._gradient(self._w), ["x", "g"], {})
+
+    @functools.cached_property
+    def grad_xw(self) -> Any:
+        """Both gradients of <g, out>."""
+        found = self._gradient(self._w + self._x)
+        gradients, grad_x = found[: len(self._w)], found[len(self._w) :]
+        return self._of_walks("contraction_grad_xw", gradients, ["x", "g"], {"grad_x": grad_x})
 
     @functools.cached_property
     def double_w(self) -> Any:
         """The gradient of <h, grad x> with respect to w."""
-        return self._of_weights("contraction_double_w", self._gradient_of_gradient(self._w), ["x", "g", "h"])
+        return self._of_walks("contraction_double_w", self._gradient_of_gradient(self._w), ["x", "g", "h"], {})
 
 
 @functools.cache
@@ -380,49 +446,56 @@ def _kernels(spec: Contraction, layout: str) -> _Kernels:
 # --- Launchers ---
 
 
-def _launch_nodes(kernel: Any, rows: Sequence[Tensor], species: Tensor, w: Tensor, out: Sequence[Tensor]) -> None:
-    """Launch a kernel from rows and weights to rows."""
+def _launch_nodes(
+    kernel: Any, rows: Sequence[Tensor], species: Tensor, w: Tensor, out: Sequence[Tensor], groups: Tensor | None = None
+) -> None:
+    """Launch a kernel from rows and weights to rows; the forward pass writes groups, where given."""
     nodes, channels = species.shape[0], w.shape[2]
     if nodes == 0 or channels == 0:
         return
     block = min(CHANNELS, next_power_of_2(channels))
-    grid = (cdiv(nodes, LANES // block), cdiv(channels, block))
+    blocks = cdiv(channels, block)
+    ordering = 0 if groups is None else cdiv(order_tiles(nodes, w.shape[0]), blocks)
+    grid = (ordering + cdiv(nodes, LANES // block), blocks)
     missing = float("nan")  # weights of a species that there is none of: the result shows it
     sizes = {"C": channels, "LANES": LANES, "BLOCK_C": block}
-    kernel[grid](
-        *rows, species, w, *out, nodes, w.shape[0], missing, **sizes, num_warps=LANES // 32, enable_fp_fusion=True
-    )
+    arguments = (*rows, species, w, *out, groups, nodes, w.shape[0], missing)
+    kernel[grid](*arguments, **sizes, num_warps=LANES // 32, enable_fp_fusion=True)
 
 
-def _launch_weights(kernels: _Kernels, name: str, rows: Sequence[Tensor], species: Tensor, num_species: int) -> Tensor:
-    """Launch the kernel of this name to gradients of weights [E, K, C], and the sum of its chunks."""
-    terms, channels = len(kernels.spec.terms), rows[0].shape[1 if kernels.layout == "mul_ir" else 2]
-    out = rows[0].new_empty(num_species, terms, channels)
-    if species.shape[0] == 0 or out.numel() == 0:
-        return out.zero_()
-    nodes = nodes_by_species(species, num_species)
-    partial = out.new_empty(nodes.max_chunks, terms, channels)
+def _launch_walks(
+    kernels: _Kernels,
+    name: str,
+    rows: Sequence[Tensor],
+    species: Tensor,
+    w: Tensor,
+    groups: Tensor,
+    out: Sequence[Tensor] = (),
+) -> Tensor:
+    """Launch the kernel of this name to gradients of the weights, [E, K, C] as those, and the sum of its walks."""
+    grad_w = w.new_empty(w.shape)
+    num_nodes, (num_species, terms, channels) = species.shape[0], w.shape
+    if num_nodes == 0 or grad_w.numel() == 0:
+        return grad_w.zero_()
+    if groups.numel() == 0:
+        groups = nodes_by_species(species, num_species)
     block = min(CHANNELS, next_power_of_2(channels))
-    grid = (nodes.max_chunks, cdiv(channels, block))
-    chunks = (nodes.totals, num_species, nodes.chunk_size)
-    sizes = {"BLOCK_E": padded_species(num_species), "C": channels, "BLOCK_C": block}
-    getattr(kernels, name)[grid](*rows, nodes.order, partial, *chunks, **sizes, num_warps=1, enable_fp_fusion=True)
+    blocks = cdiv(channels, block)
+    registers = walk_registers(terms) if w.dtype == torch.float32 else 255
+    at_once = 128 * (2048 // registers)  # warps, on a card of some more processors
+    walk = max(2, cdiv(num_nodes * blocks, at_once))
+    walks = cdiv(num_nodes, walk)
+    partial = w.new_empty(walks + num_species, terms, channels)
+    arguments = (*rows, groups, w, partial, *out, num_nodes, num_species, walk, float("nan"))
+    options = {"num_warps": 1, "enable_fp_fusion": True, "maxnreg": registers}
+    getattr(kernels, name)[(walks, blocks)](*arguments, C=channels, BLOCK_C=block, **options)
     width = terms * channels
-    _sum_chunks_kernel[(num_species, cdiv(width, 256))](
-        partial,
-        nodes.totals,
-        out,
-        nodes.chunk_size,
-        BLOCK_E=sizes["BLOCK_E"],
-        WIDTH=width,
-        ROWS=8,
-        BLOCK=256,
-        num_warps=4,
-    )
-    return out
+    sizes = {"WIDTH": width, "ROWS": 32, "BLOCK": 128}
+    _sum_walks_kernel[(num_species, cdiv(width, 128))](partial, groups, grad_w, num_nodes, walk, **sizes, num_warps=4)
+    return grad_w
 
 
-# --- Autograd: five functions, each the derivative of another ---
+# --- Autograd: functions that are each other's derivatives ---
 
 
 def _batch(function: Any, info: Any, in_dims: tuple, args: tuple, of_nodes: bool) -> tuple:
@@ -464,79 +537,139 @@ def _asked(ctx: Any, i: int) -> bool:
         return True
 
 
+def _no_groups(species: Tensor) -> Tensor:
+    """An empty array of groups: whoever needs them makes them."""
+    return species.new_empty(0, dtype=torch.int32)
+
+
 class _Contract(torch.autograd.Function):
-    """out(x, w)."""
+    """out(x, w), and the nodes grouped by species where `trained` asks for them and they are not too many."""
 
     @staticmethod
-    def forward(x, species, w, kernels):
+    def forward(x, species, w, trained, kernels):
         out = x.new_empty(kernels.shape_out(x.shape[0], w.shape[2]))
-        _launch_nodes(kernels.forward, [x.contiguous()], species, w, [out])
-        return out
+        grouped = trained and x.shape[0] <= MAX_ORDERED and out.numel() > 0
+        groups = empty_groups(species, w.shape[0]) if grouped else _no_groups(species)
+        _launch_nodes(kernels.forward, [x.contiguous()], species, w, [out], groups if grouped else None)
+        return out, groups
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, species, w, ctx.kernels = inputs
-        ctx.save_for_backward(x, species, w)
+        x, species, w, _, ctx.kernels = inputs
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(x, species, w, output[1])
 
     @staticmethod
-    def backward(ctx, g):
-        x, species, w = ctx.saved_tensors
-        grad_x = _GradX.apply(x, species, w, g, ctx.kernels) if _asked(ctx, 0) else None
-        grad_w = _GradW.apply(x, species, g, ctx.kernels, w.shape[0]) if _asked(ctx, 2) else None
-        return grad_x, None, grad_w, None
+    def backward(ctx, g, _):
+        x, species, w, groups = ctx.saved_tensors
+        asked_x, asked_w = (g is not None and _asked(ctx, i) for i in (0, 2))
+        grad_x = grad_w = None
+        if asked_x and asked_w:
+            grad_x, grad_w = _GradXW.apply(x, species, w, groups, g, ctx.kernels)
+        elif asked_x:
+            grad_x = _GradX.apply(x, species, w, groups, g, ctx.kernels)
+        elif asked_w:
+            grad_w = _GradW.apply(x, species, w.detach(), groups, g, ctx.kernels)
+        return grad_x, None, grad_w, None, None
 
     @staticmethod
-    def vmap(info, in_dims, *args):
-        return _batch(_Contract, info, in_dims, args, of_nodes=True)
+    def vmap(info, in_dims, x, species, w, trained, kernels):
+        # Groups would be those of the whole batch.
+        return _batch(_Contract, info, in_dims, (x, species, w, False, kernels), of_nodes=True)
 
 
 class _GradX(torch.autograd.Function):
     """The gradient of <g, out> with respect to x."""
 
     @staticmethod
-    def forward(x, species, w, g, kernels):
+    def forward(x, species, w, groups, g, kernels):
         grad_x = x.new_empty(kernels.shape_in(x.shape[0], w.shape[2]))
         _launch_nodes(kernels.grad_x, [x.contiguous(), g.contiguous()], species, w, [grad_x])
         return grad_x
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, species, w, g, ctx.kernels = inputs
-        ctx.save_for_backward(x, species, w, g)
+        *saved, ctx.kernels = inputs
+        ctx.save_for_backward(*saved)
 
     @staticmethod
     def backward(ctx, h):
-        x, species, w, g = ctx.saved_tensors
-        grad_x = grad_g = grad_w = None
-        if _asked(ctx, 0) or _asked(ctx, 3):
-            grad_x, grad_g = _Double.apply(x, species, w, g, h, ctx.kernels)
-        if _asked(ctx, 2):
-            grad_w = _DoubleW.apply(x, species, g, h, ctx.kernels, w.shape[0])
-        return grad_x, None, grad_w, grad_g, None
+        return *_through_grad_x(ctx, h), None
 
     @staticmethod
-    def vmap(info, in_dims, *args):
-        return _batch(_GradX, info, in_dims, args, of_nodes=True)
+    def vmap(info, in_dims, x, species, w, groups, g, kernels):
+        in_dims = (*in_dims[:3], None, *in_dims[4:])
+        return _batch(_GradX, info, in_dims, (x, species, w, _no_groups(species), g, kernels), of_nodes=True)
 
 
-class _GradW(torch.autograd.Function):
-    """The gradient of <g, out> with respect to w. As out is linear in w, <u, grad w> is <g, out> with weights u."""
+def _through_grad_x(ctx: Any, h: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of <h, grad x> with respect to x, species, w, groups and g, those that are asked for."""
+    x, species, w, groups, g = ctx.saved_tensors
+    grad_x = grad_g = grad_w = None
+    if _asked(ctx, 0) or _asked(ctx, 4):
+        grad_x, grad_g = _Double.apply(x, species, w, g, h, ctx.kernels)
+    if _asked(ctx, 2):
+        grad_w = _DoubleW.apply(x, species, w.detach(), groups, g, h, ctx.kernels)
+    return grad_x, None, grad_w, None, grad_g
+
+
+def _through_grad_w(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of <u, grad w>, which is <g, out> with weights u: as out is linear in w, none with respect to w."""
+    x, species, _, groups, g = ctx.saved_tensors
+    u = u.contiguous()
+    grad_x = _GradX.apply(x, species, u, groups, g, ctx.kernels) if _asked(ctx, 0) else None
+    grad_g = _Contract.apply(x, species, u, False, ctx.kernels)[0] if _asked(ctx, 4) else None
+    return grad_x, None, None, None, grad_g
+
+
+def _added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The sum of two gradients, either of which may be none."""
+    return b if a is None else a if b is None else a + b
+
+
+class _GradXW(torch.autograd.Function):
+    """Both gradients of <g, out>, in one pass."""
 
     @staticmethod
-    def forward(x, species, g, kernels, num_species):
-        return _launch_weights(kernels, "grad_w", [x.contiguous(), g.contiguous()], species, num_species)
+    def forward(x, species, w, groups, g, kernels):
+        grad_x = x.new_empty(kernels.shape_in(x.shape[0], w.shape[2]))
+        grad_w = _launch_walks(kernels, "grad_xw", [x.contiguous(), g.contiguous()], species, w, groups, [grad_x])
+        return grad_x, grad_w
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, species, g, ctx.kernels, _ = inputs
-        ctx.save_for_backward(x, species, g)
+        *saved, ctx.kernels = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*saved)
+
+    @staticmethod
+    def backward(ctx, h, u):
+        nothing = (None,) * 5
+        through_x = nothing if h is None else _through_grad_x(ctx, h)
+        through_w = nothing if u is None else _through_grad_w(ctx, u)
+        return *map(_added, through_x, through_w), None
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        return _batch(_GradXW, info, in_dims, args, of_nodes=False)
+
+
+class _GradW(torch.autograd.Function):
+    """The gradient of <g, out> with respect to w, of whose values nothing depends."""
+
+    @staticmethod
+    def forward(x, species, w, groups, g, kernels):
+        return _launch_walks(kernels, "grad_w", [x.contiguous(), g.contiguous()], species, w, groups)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *saved, ctx.kernels = inputs
+        ctx.save_for_backward(*saved)
 
     @staticmethod
     def backward(ctx, u):
-        x, species, g = ctx.saved_tensors
-        grad_x = _GradX.apply(x, species, u.contiguous(), g, ctx.kernels) if _asked(ctx, 0) else None
-        grad_g = _Contract.apply(x, species, u.contiguous(), ctx.kernels) if _asked(ctx, 2) else None
-        return grad_x, None, grad_g, None, None
+        return *_through_grad_w(ctx, u), None
 
     @staticmethod
     def vmap(info, in_dims, *args):
@@ -547,21 +680,21 @@ class _DoubleW(torch.autograd.Function):
     """The gradient of <h, grad x> with respect to w. <u, of this> is <h, grad x> with weights u."""
 
     @staticmethod
-    def forward(x, species, g, h, kernels, num_species):
+    def forward(x, species, w, groups, g, h, kernels):
         rows = [x.contiguous(), g.contiguous(), h.contiguous()]
-        return _launch_weights(kernels, "double_w", rows, species, num_species)
+        return _launch_walks(kernels, "double_w", rows, species, w, groups)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, species, g, h, ctx.kernels, _ = inputs
-        ctx.save_for_backward(x, species, g, h)
+        *saved, ctx.kernels = inputs
+        ctx.save_for_backward(*saved)
 
     @staticmethod
     def backward(ctx, u):
-        x, species, g, h = ctx.saved_tensors
+        x, species, _, groups, g, h = ctx.saved_tensors
         u = u.contiguous()
         grad_x, grad_g = _Double.apply(x, species, u, g, h, ctx.kernels)
-        return grad_x, None, grad_g, _GradX.apply(x, species, u, g, ctx.kernels), None, None
+        return grad_x, None, None, None, grad_g, _GradX.apply(x, species, u, groups, g, ctx.kernels), None
 
     @staticmethod
     def vmap(info, in_dims, *args):
@@ -651,4 +784,5 @@ def symmetric_contraction(
     if not runs_kernels(x):
         return reference.symmetric_contraction(x, species, weights, spec, layout)
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        return _Contract.apply(x, species.contiguous(), weights.contiguous(), _kernels(spec, layout))
+        trained = torch.is_grad_enabled() and weights.requires_grad
+        return _Contract.apply(x, species.contiguous(), weights.contiguous(), trained, _kernels(spec, layout))[0]

@@ -13,21 +13,27 @@ os.environ.pop("TRITON_INTERPRET", None)  # read when Triton is imported; interp
 
 import triton
 from ase_fastuma.kernels._couplings import contraction
-from ase_fastuma.kernels.symmetric_contraction import CHANNELS, LANES, _kernels
+from ase_fastuma.kernels.symmetric_contraction import CHANNELS, LANES, _kernels, walk_registers
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-CONSTANTS = {"C": 128, "LANES": LANES, "BLOCK_C": CHANNELS}
-TYPES = {"missing": "fp32", "num_nodes": "i32", "num_species": "i32", "species": "*i64"}
+TYPES = {"missing": "fp32", "num_nodes": "i32", "num_species": "i32", "walk": "i32", "species": "*i64"}
+TYPES["groups"] = "*i32"
 
 
-def compiled(kernel: Any) -> dict[str, int]:
-    """Registers, local memory (spills) and shared memory of one kernel, and how many wide loads it has."""
+def compiled(kernel: Any, walk: int | None, groups: bool) -> dict[str, int | None]:
+    """Registers, local memory (spills) and shared memory of one kernel, and how many wide loads and stores it has.
+
+    `walk`: the most registers, where it is one along nodes; `groups`: whether it is given an array of them.
+    """
+    constants: dict[str, int | None] = {"C": 128, "LANES": LANES, "BLOCK_C": CHANNELS}
+    if not groups:
+        constants["groups"] = None
     names = kernel.arg_names
-    signature = {n: "constexpr" if n in CONSTANTS else TYPES.get(n, "*fp32") for n in names}
+    signature = {n: "constexpr" if n in constants else TYPES.get(n, "*fp32") for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
-    source = ASTSource(kernel, signature, {n: CONSTANTS[n] for n in names if n in CONSTANTS}, aligned)
-    options = {"num_warps": LANES // 32, "enable_fp_fusion": True}
+    source = ASTSource(kernel, signature, {n: constants[n] for n in names if n in constants}, aligned)
+    options = {"num_warps": 1 if walk else LANES // 32, "enable_fp_fusion": True, "maxnreg": walk}
     found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(found.asm["cubin"])
@@ -40,15 +46,20 @@ def compiled(kernel: Any) -> dict[str, int]:
         "local": numbers["STACK"] + numbers["LOCAL"],
         "shared": found.metadata.shared,
         "wide_loads": len(re.findall(r"ld\.global\S*\.v4", found.asm["ptx"])),
+        "wide_stores": len(re.findall(r"st\.global\S*\.v4", found.asm["ptx"])),
+        "most": walk or 255,
     }
 
 
 def main() -> None:
     result = {}
-    for irreps_out, names in (("0e", ("forward", "grad_x", "double")), ("0e+1o", ("forward", "grad_x"))):
-        kernels = _kernels(contraction("0e+1o+2e+3o", irreps_out, 3), "mul_ir")
+    for irreps_out, names in (("0e", ("forward", "grad_x", "grad_xw", "double")), ("0e+1o", ("forward", "grad_xw"))):
+        spec = contraction("0e+1o+2e+3o", irreps_out, 3)
+        kernels = _kernels(spec, "mul_ir")
         for name in names:
-            result[f"{irreps_out} {name}"] = compiled(getattr(kernels, name))
+            walk = walk_registers(len(spec.terms)) if name == "grad_xw" else None
+            groups = name in ("forward", "grad_xw")
+            result[f"{irreps_out} {name}"] = compiled(getattr(kernels, name), walk, groups)
     print(json.dumps(result))
 
 
