@@ -19,7 +19,7 @@ from ._launch import cdiv, next_power_of_2
 
 _TILE = 64
 """Nodes of a program: their ranks within it are a comparison of each with each."""
-ORDERED = 8
+ORDERED = 4
 """Nodes of a program of :func:`order_tile`: no more registers than a contraction's forward pass needs anyhow."""
 MAX_ORDERED = 4096
 """Nodes up to which those programs, who compare each node with all, are few beside the forward pass's own."""

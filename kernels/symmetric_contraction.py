@@ -322,10 +322,10 @@ class _Kernels:
         lines = [
             "T: tl.constexpr = x.dtype.element_ty",
             "lane = tl.arange(0, LANES)",
-            "block = tl.program_id(0)",
+            "block, i_channels = tl.program_id(0), tl.program_id(1)",
             *first_programs,
             "node = block.to(tl.int64) * (LANES // BLOCK_C) + lane // BLOCK_C",
-            "channel = tl.program_id(1) * BLOCK_C + lane % BLOCK_C",
+            "channel = i_channels * BLOCK_C + lane % BLOCK_C",
             "mask = (node < num_nodes) & (channel < C)",
             "z = tl.load(species + node, mask=node < num_nodes, other=0).to(tl.int64)",
             *_constants(constants, values),
@@ -394,17 +394,19 @@ class _Kernels:
     def forward(self) -> Any:
         """out(x, w); given an array for them, nodes grouped by species too, for gradients of weights to come.
 
-        The programs that do so are few and hide behind the others. A sort of its own before the backward pass would
+        The programs that do so come first and hide behind the others. A sort of its own before the backward pass would
         take as long as a short one itself.
         """
+        tile = f"{ORDERED}, {MAX_ORDERED}, 2 * LANES"
         ordering = [
-            "if groups is not None:",
-            f"    blocks = tl.cdiv((num_nodes + num_species) // {ORDERED} + 1, tl.num_programs(1))",
-            "    if block < blocks:",
-            "        i_tile = block * tl.num_programs(1) + tl.program_id(1)",
-            f"        order_tile(species, groups, i_tile, num_nodes, num_species, {ORDERED}, {MAX_ORDERED}, LANES)",
+            "if groups is not None:",  # then programs are in one row
+            f"    tiles = (num_nodes + num_species) // {ORDERED} + 1",
+            "    if block < tiles:",
+            f"        order_tile(species, groups, block, num_nodes, num_species, {tile})",
             "        return",
-            "    block -= blocks",
+            "    blocks = tl.cdiv(num_nodes, LANES // BLOCK_C)",
+            "    i_channels = (block - tiles) // blocks",
+            "    block = (block - tiles) % blocks",
         ]
         return self._of_nodes("contraction", {"out": self._out}, ["x"], ordering)
 
@@ -454,9 +456,9 @@ def _launch_nodes(
     if nodes == 0 or channels == 0:
         return
     block = min(CHANNELS, next_power_of_2(channels))
-    blocks = cdiv(channels, block)
-    ordering = 0 if groups is None else cdiv(order_tiles(nodes, w.shape[0]), blocks)
-    grid = (ordering + cdiv(nodes, LANES // block), blocks)
+    grid = (cdiv(nodes, LANES // block), cdiv(channels, block))
+    if groups is not None:
+        grid = (order_tiles(nodes, w.shape[0]) + grid[0] * grid[1], 1)
     missing = float("nan")  # weights of a species that there is none of: the result shows it
     sizes = {"C": channels, "LANES": LANES, "BLOCK_C": block}
     arguments = (*rows, species, w, *out, groups, nodes, w.shape[0], missing)
