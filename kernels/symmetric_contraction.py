@@ -216,16 +216,24 @@ def _joined(values: list[str]) -> str:
     return values[0] if len(values) == 1 else f"tl.join({_joined(values[::2])}, {_joined(values[1::2])})"
 
 
-def _store_rows(rows: _Rows, values: list[str], layout: str) -> list[str]:
-    """Statements that store values in the order of their coefficients."""
+def _store_rows(rows: _Rows, values: list[str], layout: str, whole: bool) -> list[str]:
+    """Statements that store values in the order of their coefficients, four at a time or, with `whole`, a block.
+
+    Rows of neighbouring lanes lie side by side: as one tile, whole lines are written at once, where four numbers a lane
+    write each sector in two halves. Lanes of several warps wait for each other then, which programs of many registers,
+    few of which run at once, do not make up for.
+    """
     lines, n = [], 0
     for size, address in _addresses(rows, layout):
         block = values[n : n + size]
         lines.append(f"at = {address}")
         if layout == "mul_ir" and size in (4, 16):
-            # Rows of neighbouring lanes lie side by side: stored as one tile, whole lines are written at once.
-            tile = f"tl.reshape({_joined(block)}, [LANES, {size}])"
-            lines.append(f"tl.store(at[:, None] + tl.arange(0, {size})[None, :], {tile}, mask=mask[:, None])")
+            width = size if whole else 4
+            for i in range(0, size, width):
+                tile = f"tl.reshape({_joined(block[i : i + width])}, [LANES, {width}])"
+                lines.append(
+                    f"tl.store(at[:, None] + {i} + tl.arange(0, {width})[None, :], {tile}, mask=mask[:, None])"
+                )
         else:
             step = "" if layout == "mul_ir" else " * C"
             lines += [f"tl.store(at + {i}{step}, {value}, mask=mask)" for i, value in enumerate(block)]
@@ -312,9 +320,14 @@ class _Kernels:
         ]
 
     def _of_nodes(
-        self, name: str, writes: dict[str, list[int | None]], reads: list[str], first_programs: Sequence[str] = ()
+        self,
+        name: str,
+        writes: dict[str, list[int | None]],
+        reads: list[str],
+        first_programs: Sequence[str] = (),
+        whole: bool = False,
     ) -> Any:
-        """A kernel from rows and weights to rows, one lane a node and channel."""
+        """A kernel from rows and weights to rows, one lane a node and channel; for `whole` see `_store_rows`."""
         outputs = [v for values in writes.values() for v in values]
         used = self._program.used(outputs)
         constants, body = self._program.code(outputs)
@@ -334,7 +347,7 @@ class _Kernels:
         lines += self._load_weights(used) + body
         for write in writes:
             rows = self._rows(write)
-            lines += _store_rows(rows, values[: sum(rows.blocks)], self.layout)
+            lines += _store_rows(rows, values[: sum(rows.blocks)], self.layout, whole)
             del values[: sum(rows.blocks)]
         sizes = ["num_nodes", "num_species", "missing"]
         sizes += [f"{size}: tl.constexpr" for size in ("C", "LANES", "BLOCK_C")]
@@ -366,7 +379,7 @@ class _Kernels:
         del values[: len(sums)]
         for write in writes:
             size = sum(self._rows(write).blocks)
-            loop += _store_rows(self._rows(write), values[:size], self.layout)
+            loop += _store_rows(self._rows(write), values[:size], self.layout, whole=True)  # of one warp
             del values[:size]
         loop += [
             "if (following != own) | (i + 1 == last):",
@@ -413,7 +426,8 @@ class _Kernels:
     @functools.cached_property
     def grad_x(self) -> Any:
         """The gradient of <g, out> with respect to x."""
-        return self._of_nodes("contraction_grad_x", {"grad_x": self._gradient(self._x)}, ["x", "g"])
+        writes, few = {"grad_x": self._gradient(self._x)}, self.spec.degrees == (0,)
+        return self._of_nodes("contraction_grad_x", writes, ["x", "g"], whole=few)
 
     @functools.cached_property
     def double(self) -> Any:

@@ -80,7 +80,8 @@ def test_F5_positions_that_are_no_numbers(make: Callable, value: float) -> None:
         atoms.get_forces()
     assert atoms.calc.results == {}
     atoms.positions = good
-    assert atoms.get_potential_energy() == pytest.approx(expected, abs=1e-5)
+    tolerance = len(atoms) * SAME_STRUCTURE["accurate"]["energy"]  # fairchem-core's sums on a GPU are in no fixed order
+    assert atoms.get_potential_energy() == pytest.approx(expected, abs=tolerance)
 
 
 def test_F5_cell_that_is_no_number(make: Callable) -> None:

@@ -100,17 +100,19 @@ def test_H1_demo_has_the_curvature_of_emt(make: Callable) -> None:
 
 
 def test_H2_forces_cost_the_same_afterwards(make: Callable) -> None:
-    calc, atoms = make(), systems.nacl()
-    atoms.calc = calc
+    calc, atoms, other = make(), systems.nacl(), systems.nacl()
+    atoms.calc, other.calc = calc, make()
 
-    def fastest() -> float:
+    def fastest() -> list[float]:
+        """Of this calculator and of one that never sees a Hessian, in turn: other work on the machine slows both."""
         times = []
         for _ in range(8):
-            calc.reset()
-            start = time.perf_counter()
-            atoms.get_forces()
-            times.append(time.perf_counter() - start)
-        return min(times)
+            for structure in (atoms, other):
+                structure.calc.reset()
+                start = time.perf_counter()
+                structure.get_forces()
+                times.append(time.perf_counter() - start)
+        return [min(times[::2]), min(times[1::2])]
 
     def on_device() -> int:
         return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
@@ -119,7 +121,8 @@ def test_H2_forces_cost_the_same_afterwards(make: Callable) -> None:
         gc.collect()
         return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
-    forces, before = atoms.get_forces(), fastest()
+    forces = atoms.get_forces()
+    fastest()
     for _ in range(2):  # at first what is kept of any evaluation, and then a recording, begins to exist
         calc.get_hessian(atoms)
     tensors, memory = live_tensors(), on_device()
@@ -128,7 +131,8 @@ def test_H2_forces_cost_the_same_afterwards(make: Callable) -> None:
         calc.hessian_vector_product(atoms, np.ones((2, 8, 3)))
     assert live_tensors() == tensors
     assert on_device() == memory
-    assert fastest() < 2 * before  # a graph for second derivatives alone takes longer
+    after, without = fastest()
+    assert after < 2 * without  # a graph for second derivatives alone takes longer
     np.testing.assert_allclose(atoms.get_forces(), forces, atol=SAME_STRUCTURE["accurate"]["forces"])
 
 
