@@ -51,6 +51,7 @@ from systems import build
 from torch import Tensor
 
 KINDS = ("split", "half", "single")
+WRONG = 0.05  # ten times bfloat16's rounding
 
 Call = Callable[[], tuple[Any, ...]]
 
@@ -498,6 +499,8 @@ def measure(
     first_call = time.perf_counter() - start
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if on_gpu else None
     error = relative_error(compared(outputs), want)
+    if not error < WRONG:
+        raise ArithmeticError(f"outputs are off by {error:.2g} in norm: their time would mean nothing")
     del outputs
     if on_gpu:
         call = recorded(way.prepare) if short else call
