@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,18 +71,6 @@ def stock() -> Callable[..., tuple[float, np.ndarray]]:
             return atoms.get_potential_energy(), atoms.get_forces()
 
     return evaluate
-
-
-@pytest.fixture(scope="session")
-def fresh_process(standin: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a fresh process prints and changes in its own global state while it evaluates a structure."""
-    folder = tmp_path_factory.mktemp("fresh")
-    script = Path(__file__).with_name("fresh_process.py")
-    command = [sys.executable, str(script), str(standin), str(folder / "changed.json")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
-    assert done.returncode == 0, done.stderr
-    changed = json.loads((folder / "changed.json").read_text())
-    return {"stdout": done.stdout, "stderr": done.stderr, "changed": changed}
 
 
 @pytest.fixture(autouse=True)

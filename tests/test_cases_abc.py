@@ -184,10 +184,6 @@ def test_C6_forces_are_the_derivative_of_the_energy(make: Callable, model: str, 
         assert forces[atom, axis] == pytest.approx(numeric, abs=FINITE_DIFFERENCE[precision])
 
 
-def test_C11_fresh_process_is_left_as_it_was(fresh_process: dict[str, Any]) -> None:
-    assert fresh_process["changed"] == {}
-
-
 @pytest.mark.parametrize("allowed", ["highest", "high", "medium"])
 def test_C11_global_state_is_left_as_it_was(make: Callable, allowed: str) -> None:
     inside = []

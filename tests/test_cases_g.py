@@ -237,12 +237,6 @@ def test_G15_positions_of_any_kind(make: Callable, kind: str) -> None:
     np.testing.assert_allclose(atoms.get_forces(), expected, atol=2e-5)
 
 
-def test_G17_silent_by_default(fresh_process: dict[str, Any]) -> None:
-    assert fresh_process["stdout"] == ""
-    assert fresh_process["stderr"] == ""
-    assert fresh_process["changed"].get("root logger") is None
-
-
 @pytest.mark.parametrize("suffix", [".traj", ".extxyz", ".json"])
 def test_G18_round_trip_through_files(make: Callable, tmp_path: Path, suffix: str) -> None:
     atoms = attach(systems.nacl(), make())
