@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,8 +62,8 @@ def evaluate(
     """Evaluate structures that may differ in everything: size, elements, cell, periodicity, charge, spin and task.
 
     They are packed into passes that fit the memory of the device; the order stays. `structures` may be any iterable, is
-    drawn from as needed (128 at a time), and nothing in it changes. Task, charge and spin of each come from where a
-    calculator takes them.
+    drawn from as needed (128 at a time), and nothing in it changes; a generator may yield the same object again after
+    moving its atoms. Task, charge and spin of each come from where a calculator takes them.
 
     | argument | meaning |
     |---|---|
@@ -93,7 +93,8 @@ def evaluate(
         if isinstance(structures, Sized) and len(tasks) != len(structures):
             raise ValueError(f"tasks: expected one for each of {len(structures)} structures, got {len(tasks)}")
     total = len(structures) if isinstance(structures, Sized) else None
-    outcomes = evaluate_packed(calc._start().backend, requests(calc, structures, tasks, wanted))
+    drawn = structures if isinstance(structures, Sequence) else map(_as_it_is, structures)
+    outcomes = evaluate_packed(calc._start().backend, requests(calc, drawn, tasks, wanted))
     results = list(progress_bar(outcomes, total, progress))
     if errors == "raise" and any(isinstance(result, Exception) for result in results):
         raise EvaluationError(results)
@@ -105,6 +106,11 @@ def progress_bar(outcomes: Iterable[Results | Exception], total: int | None, pro
     hidden = None if progress is None else not progress  # None: tqdm looks whether stderr is a terminal
     patience = _PATIENCE if progress is None else 0.0
     return tqdm(outcomes, total=total, unit="structure", disable=hidden, delay=patience)
+
+
+def _as_it_is(atoms: Atoms) -> Atoms:
+    """A copy, which stays when a generator changes the structure for its next one."""
+    return atoms.copy() if isinstance(atoms, Atoms) else atoms
 
 
 def _wanted(properties: Iterable[str]) -> frozenset[str]:

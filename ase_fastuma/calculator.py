@@ -213,8 +213,10 @@ class FastUMACalculator(Calculator):
         if results is None:
             results = self._evaluate(running.backend, key, request)
         self._keep(key, results)
-        self.atoms = Atoms(numbers=atoms.numbers, positions=atoms.positions, cell=atoms.cell, pbc=atoms.pbc)
-        self.parameters |= dict(zip(("task", "charge", "spin"), state, strict=True))
+        task, charge, spin = state
+        info = {"charge": charge, "spin": spin}  # for who asks about the last structure: `atoms=None`
+        self.atoms = Atoms(numbers=atoms.numbers, positions=atoms.positions, cell=atoms.cell, pbc=atoms.pbc, info=info)
+        self.parameters |= {"task": task} | info
         self.results = copy.deepcopy(results)
         if "hessian" in properties:
             self.results["hessian"] = self.get_hessian(atoms)
@@ -430,8 +432,7 @@ def _changes(kept: Atoms, atoms: Atoms) -> list[str]:
     """What differs, to the bit: ASE's comparison within a tolerance takes longer than anything else on the host."""
     kept_arrays = {"numbers": kept.numbers, "positions": kept.positions, "cell": kept.cell.array, "pbc": kept.pbc}
     arrays = {"numbers": atoms.numbers, "positions": atoms.positions, "cell": atoms.cell.array, "pbc": atoms.pbc}
-    changed = [name for name, array in arrays.items() if not np.array_equal(array, kept_arrays[name])]
-    return changed + [name for name in ("initial_charges", "initial_magmoms") if name in atoms.arrays]  # never kept
+    return [name for name, array in arrays.items() if not np.array_equal(array, kept_arrays[name])]
 
 
 def _device(name: str | None) -> torch.device:

@@ -94,7 +94,7 @@ def chosen_atoms(indices: Sequence[int] | np.ndarray | None, num_atoms: int) -> 
         raise TypeError(f"indices: expected a sequence of integers, got {indices!r}")
     if len(chosen) == 0 or chosen.min() < -num_atoms or chosen.max() >= num_atoms:
         raise ValueError(f"indices: expected some of {num_atoms} atoms, got {indices!r}")
-    chosen = chosen % num_atoms
+    chosen = chosen.astype(np.int64) % num_atoms
     if len(np.unique(chosen)) < len(chosen):
         raise ValueError(f"indices: expected each atom once, got {indices!r}")
     return chosen

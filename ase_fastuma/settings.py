@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
 from typing import Literal, get_args
@@ -59,8 +60,9 @@ def integral(name: str, value: object) -> int:
     """
     if type(value) is int:  # nearly always, and all below takes time where structures are many
         return value
-    if hasattr(value, "item") and getattr(value, "size", 1) == 1:
-        value = value.item()  # a NumPy scalar or an array of one element, as extended XYZ may hold
+    if hasattr(value, "item"):  # a NumPy scalar or an array of one element, as extended XYZ may hold
+        with suppress(ValueError, RuntimeError):  # NumPy's and torch's, for several elements
+            value = value.item()
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name}: expected an integer, got {value!r}")
     if not float(value).is_integer():

@@ -112,6 +112,20 @@ def test_any_iterable_in_order_left_as_it_was(make: Callable) -> None:
     assert evaluate(iter(()), calc) == []
 
 
+def test_a_generator_may_move_one_structure_on(make: Callable) -> None:
+    def steps() -> Iterator[Atoms]:
+        atoms = systems.water()
+        for charge in (0, 1):
+            atoms.rattle(0.05, seed=charge)
+            atoms.info |= {"charge": charge, "spin": charge + 1}
+            yield atoms
+
+    calc = make(precision="float64")
+    results = evaluate(steps(), calc)
+    assert_same(results, [copy.deepcopy(single(atoms, calc)) for atoms in steps()])
+    assert abs(results[0]["energy"] - results[1]["energy"]) > 1e-3
+
+
 def test_a_generator_is_drawn_from_as_needed(standin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calc = FastUMACalculator(standin, device="cpu")
     drawn, passes = [], []

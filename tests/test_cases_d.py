@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import systems
+import torch
 from ase import Atoms
 from ase.io import read, write
 from tolerances import SAME_STRUCTURE
@@ -88,7 +89,7 @@ def test_D6_charge_for_a_task_without_charges(make: Callable) -> None:
     assert abs(charged - energy(systems.nacl(), calc)) > 1e-3
 
 
-@pytest.mark.parametrize("charge", [1, 1.0, np.int32(1), np.float64(1), np.array(1), np.array([1])])
+@pytest.mark.parametrize("charge", [1, 1.0, np.int32(1), np.float64(1), np.array(1), np.array([1]), torch.tensor([1])])
 def test_D7_integral_charges(make: Callable, charge: object) -> None:
     calc = make(task="omol")
     expected = energy(systems.water(), make(task="omol", charge=1, spin=2))

@@ -59,6 +59,7 @@ def test_G2_other_keys_of_info_do_not_count(make: Callable, evaluations: list) -
     atoms.info["comment"] = "new"
     atoms.set_initial_charges([0.1, 0.2, -0.3])
     atoms.set_tags([1, 2, 3])
+    assert atoms.calc.check_state(atoms) == []
     atoms.get_forces()
     assert len(evaluations) == 1
     atoms.info["charge"] = 1
@@ -241,6 +242,7 @@ def test_G15_positions_of_any_kind(make: Callable, kind: str) -> None:
 def test_G18_round_trip_through_files(make: Callable, tmp_path: Path, suffix: str) -> None:
     atoms = attach(systems.nacl(), make())
     atoms.info["label"] = "rock salt"
+    atoms.set_initial_magnetic_moments(np.ones(8))
     expected = atoms.get_potential_energy(), atoms.get_forces(), atoms.get_stress()
     info = dict(atoms.info)
     write(tmp_path / f"frame{suffix}", atoms)

@@ -24,7 +24,7 @@ from ase_fastuma.checkpoint import load_checkpoint
 from ase_fastuma.engine import FusedBackend
 from ase_fastuma.evaluation import evaluate_products
 from ase_fastuma.general import GeneralBackend
-from ase_fastuma.hessian import analytic_hessian
+from ase_fastuma.hessian import analytic_hessian, chosen_atoms
 from ase_fastuma.replay import EdgeInputs
 from ase_fastuma.settings import Settings
 from ase_fastuma.system import System
@@ -333,6 +333,20 @@ def test_progress(make: Callable, capsys: pytest.CaptureFixture) -> None:
 def test_what_is_refused(standin: Path, options: dict, error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         FastUMACalculator(standin, device="cpu").get_hessian(systems.water(), **options)
+
+
+def test_the_last_structure_keeps_its_charge(make: Callable) -> None:
+    calc, atoms = make(precision="float64"), systems.water()
+    atoms.info |= {"charge": 1, "spin": 2}
+    calc.calculate(atoms)
+    expected, vectors = calc.get_hessian(atoms, [0]), np.eye(9)[:1].reshape(1, 3, 3)
+    np.testing.assert_allclose(calc.get_hessian(indices=[0]), expected, atol=1e-9)
+    np.testing.assert_allclose(calc.hessian_vector_product(None, vectors)[0, 0], expected[0], atol=1e-9)
+    np.testing.assert_allclose(calc.get_property("hessian")[:3, :3], expected, atol=1e-9)
+
+
+def test_indices_of_a_small_type() -> None:
+    assert chosen_atoms(np.array([0, -1], np.int8), 200).tolist() == [0, 199]
 
 
 @pytest.mark.parametrize("vectors", [np.zeros((3, 3)), np.zeros((1, 2, 3)), np.zeros((1, 3, 2))])
