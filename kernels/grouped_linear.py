@@ -91,7 +91,7 @@ def _outer(x: Tensor, g: Tensor, groups: RowGroups, kind: str) -> Tensor:
         with ieee_products():
             return reference.grouped_outer(x, g, groups.starts)
     (num_rows, depth), width, num_groups = x.shape, g.shape[1], groups.num_groups
-    if num_rows * num_groups * depth * width == 0:
+    if num_rows == 0:
         return x.new_zeros(num_groups, depth, width)
     tile = outer_tile(depth, width, kind, x.device)
     tiles = cdiv(depth, tile.m) * cdiv(width, tile.n)
@@ -215,6 +215,8 @@ def grouped_linear(
     check_shape("x", x, (None, None))
     groups = starts if isinstance(starts, RowGroups) else RowGroups(starts, x.device, len(x))
     check_shape("weights", weights, (groups.num_groups, x.shape[1], None), x)
+    if not weights.numel():
+        raise ValueError(f"weights: expected groups, depth and width of at least 1, got shape {list(weights.shape)}")
     if groups.num_rows != len(x):
         raise ValueError(f"starts: expected the {len(x)} rows of x, got {groups.num_rows}")
     dtype = torch.float64 if kind == "double" else torch.float32

@@ -6,6 +6,8 @@ for them. There are at most M / rows + G tiles of M rows in G groups; those that
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -23,16 +25,20 @@ class RowGroups:
     def __init__(self, starts: Sequence[int] | Tensor, device: torch.device, num_rows: int | None = None) -> None:
         """Take starts from the host, or from the device together with the number of rows, which they then lead to.
 
-        Raises ValueError for starts that do not begin at 0 or decrease, as far as that is known without waiting.
+        Raises TypeError for starts that are no integers and ValueError for such that do not begin at 0 or decrease, as
+        far as that is known without waiting.
         """
         if isinstance(starts, Tensor):
-            if num_rows is None or starts.dim() != 1 or starts.dtype != torch.int64:
+            if num_rows is None or starts.dim() != 1 or not len(starts) or starts.dtype != torch.int64:
                 raise ValueError("starts: expected an int64 tensor [G + 1] and the number of rows that it leads to")
             self._starts: tuple[int, ...] | None = (0, num_rows) if len(starts) == 2 else None
             self.first, self.num_rows = starts.to(device), num_rows
         else:
-            self._starts = tuple(starts)
-            if self._starts[0] != 0 or any(a > b for a, b in zip(self._starts, self._starts[1:], strict=False)):
+            try:
+                self._starts = tuple(map(operator.index, starts))
+            except TypeError as error:
+                raise TypeError(f"starts: expected integers, got {starts!r}") from error
+            if self._starts[:1] != (0,) or any(a > b for a, b in itertools.pairwise(self._starts)):
                 raise ValueError(f"starts: expected numbers from 0 on that do not decrease, got {list(starts)}")
             self.first, self.num_rows = torch.tensor(self._starts).to(device), self._starts[-1]
         self.num_groups = len(self.first) - 1

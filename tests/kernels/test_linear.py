@@ -259,7 +259,11 @@ def test_second_derivatives_of_grouped_linear_by_kernels(device, kind):
         ({"starts": [0, 2, 4]}, ValueError, "starts: expected the 5 rows of x, got 4"),
         ({"starts": [0, 6, 5]}, ValueError, r"starts: expected numbers from 0 on .* got \[0, 6, 5\]"),
         ({"starts": [1, 2, 5]}, ValueError, "starts: expected numbers from 0 on"),
+        ({"starts": []}, ValueError, "starts: expected numbers from 0 on"),
+        ({"starts": [0, 2.0, 5]}, TypeError, r"starts: expected integers, got \[0, 2.0, 5\]"),
         ({"starts": torch.tensor([0.0, 2.0, 5.0])}, ValueError, "starts: expected an int64 tensor"),
+        ({"starts": torch.tensor([], dtype=torch.int64)}, ValueError, "starts: expected an int64 tensor"),
+        ({"weights": torch.zeros(2, 4, 0)}, ValueError, r"weights: expected .* of at least 1, got shape \[2, 4, 0\]"),
         ({"bias": torch.zeros(2)}, ValueError, r"bias: expected shape \[2, 2\], got \[2\]"),
     ],
 )
