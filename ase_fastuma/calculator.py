@@ -123,16 +123,23 @@ class FastUMACalculator(Calculator):
         return report(running.checkpoint, running.selection, running.backend, self.parameters)
 
     def set(self, **kwargs: Any) -> dict[str, Any]:
-        """Change settings, e.g. `calc.set(charge=1)`; drops what was computed. Returns what changed."""
+        """Change settings, e.g. `calc.set(charge=1)`; drops what was computed. Returns what changed.
+
+        Raises what construction raises; the settings are then as before.
+        """
         if not kwargs:
             return {}
-        settings = dataclasses.replace(self._settings, **kwargs)
+        before, settings = self._settings, dataclasses.replace(self._settings, **kwargs)
         changed = {
             name: value for name, value in kwargs.items() if getattr(self._settings, name) != getattr(settings, name)
         }
         if changed:
             self._configure(settings)
-            self._start()
+            try:
+                self._start()
+            except BaseException:
+                self._configure(before)
+                raise
         return changed
 
     def _configure(self, settings: Settings) -> None:

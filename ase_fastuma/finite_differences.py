@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+from zipfile import is_zipfile
 
 import numpy as np
 
@@ -92,6 +93,8 @@ class _Rows:
             self._load(file)
 
     def _load(self, file: Path) -> None:
+        if not is_zipfile(file):
+            raise ValueError(f"file: expected rows of a Hessian in .npz format, got {file}")
         with np.load(file) as stored:
             missing = {"hessian", *self._made_of} - set(stored)
             if missing:

@@ -98,9 +98,13 @@ class System:
         angle = 2 * np.pi * scaled[:, self.pbc]
         radius = height[self.pbc] / (2 * np.pi)
         parts = [radius * np.cos(angle), radius * np.sin(angle), (height * scaled)[:, ~self.pbc]]
-        pairs = cKDTree(np.hstack(parts)).query_pairs(COINCIDENT)
-        if pairs:
-            first, second = min(pairs)
+        # Those coordinates differ by no more than the atoms are apart, each; in a skewed cell, by much less.
+        pairs = cKDTree(np.hstack(parts)).query_pairs(math.sqrt(3) * COINCIDENT, output_type="ndarray")
+        apart = scaled[pairs[:, 0]] - scaled[pairs[:, 1]]
+        apart[:, self.pbc] -= np.round(apart[:, self.pbc])
+        pairs = pairs[np.linalg.norm(apart @ self.cell, axis=1) < COINCIDENT]
+        if len(pairs):
+            first, second = min(pairs.tolist())
             raise ValueError(
                 f"positions: atoms {first} and {second} coincide, expected them more than {COINCIDENT:g} A apart"
             )

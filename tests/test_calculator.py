@@ -96,6 +96,10 @@ def test_set(standin: Path) -> None:
     assert abs(atoms.get_potential_energy() - neutral) > 1e-3
     with pytest.raises(TypeError, match="unexpected keyword"):
         calc.set(temperature=3)
+    with pytest.raises(ValueError, match="task: expected one of"):
+        calc.set(task="oc20")
+    assert calc.settings.task is None
+    assert atoms.get_potential_energy() != neutral
 
 
 def test_calculation_on_request_only(standin: Path) -> None:

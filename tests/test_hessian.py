@@ -304,8 +304,10 @@ def test_a_file_belongs_to_one_structure_and_its_settings(make: Callable, tmp_pa
             calc.get_hessian(other, method="finite-difference", file=file, **options)
     assert file.read_bytes() == content
     np.savez(tmp_path / "mine.npz", a=1)
-    with pytest.raises(ValueError, match="file: expected rows of a Hessian, got"):
-        calc.get_hessian(atoms, method="finite-difference", file=tmp_path / "mine.npz")
+    (tmp_path / "empty.npz").touch()
+    for name in ("mine", "empty"):
+        with pytest.raises(ValueError, match=rf"file: expected rows of a Hessian.*, got .*{name}.npz"):
+            calc.get_hessian(atoms, method="finite-difference", file=tmp_path / f"{name}.npz")
 
 
 def test_progress(make: Callable, capsys: pytest.CaptureFixture) -> None:

@@ -69,6 +69,15 @@ def test_distinct_atoms_pass(pbc: object) -> None:
     prepare(Atoms("Cu")).check_distinct()
 
 
+@pytest.mark.parametrize("apart", [2.0, 1.5e-3])
+def test_distinct_atoms_in_a_skewed_cell_pass(apart: float) -> None:
+    """The same lattice as a cube's, whose faces are a thousandth of its length apart in the skewed cell."""
+    skewed = np.array([[1, 0, 0], [4000, 1, 0], [0, 0, 1]]) * 4.0
+    prepare(Atoms("Na2", [[0, 0, 0], [apart, 0, 0]], cell=skewed, pbc=True)).check_distinct()
+    with pytest.raises(ValueError, match="atoms 0 and 1 coincide"):
+        prepare(Atoms("Na2", [[0, 0, 0], [4 + 4e-4, 0, 0]], cell=skewed, pbc=True)).check_distinct()
+
+
 @pytest.mark.parametrize("axis", range(3))
 def test_atoms_that_meet_across_a_face(axis: int) -> None:
     cell = systems.triclinic().cell
