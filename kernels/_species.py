@@ -23,13 +23,16 @@ ORDERED = 4
 """Nodes of a program of :func:`order_tile`: no more registers than a contraction's forward pass needs anyhow."""
 MAX_ORDERED = 4096
 """Nodes up to which those programs, who compare each node with all, are few beside the forward pass's own."""
+MAX_SPECIES = 2**31 // (2 * MAX_ORDERED) - 1
+"""Species up to which what those programs compare fits 32 bits."""
 
 
 @triton.jit
 def _species_of_nodes(species, nodes, num_nodes, num_species):
     """Species of nodes: E for unknown ones, -1 beyond the last node."""
-    z = tl.load(species + nodes, mask=nodes < num_nodes, other=0).to(tl.int32)
-    return tl.where(nodes < num_nodes, tl.where((z >= 0) & (z < num_species), z, num_species), -1)
+    z = tl.load(species + nodes, mask=nodes < num_nodes, other=0)
+    z = tl.where((z >= 0) & (z < num_species), z, num_species).to(tl.int32)
+    return tl.where(nodes < num_nodes, z, -1)
 
 
 @triton.jit

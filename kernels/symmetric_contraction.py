@@ -40,6 +40,7 @@ from ._couplings import Contraction, Term, contraction, coupling
 from ._launch import cdiv, next_power_of_2, runs_kernels
 from ._species import (
     MAX_ORDERED,
+    MAX_SPECIES,
     ORDERED,
     empty_groups,
     nodes_by_species,
@@ -564,7 +565,8 @@ class _Contract(torch.autograd.Function):
     @staticmethod
     def forward(x, species, w, trained, kernels):
         out = x.new_empty(kernels.shape_out(x.shape[0], w.shape[2]))
-        grouped = trained and x.shape[0] <= MAX_ORDERED and out.numel() > 0
+        few = x.shape[0] <= MAX_ORDERED and w.shape[0] <= MAX_SPECIES
+        grouped = trained and few and out.numel() > 0
         groups = empty_groups(species, w.shape[0]) if grouped else _no_groups(species)
         _launch_nodes(kernels.forward, [x.contiguous()], species, w, [out], groups if grouped else None)
         return out, groups

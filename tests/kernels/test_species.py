@@ -76,8 +76,9 @@ def check_order_and_rows(device, num_nodes, num_species, present, group, walk=6)
 
 
 @pytest.mark.parametrize("group", [by_comparison, nodes_by_species])
+@pytest.mark.parametrize(("unknown", "dtype"), [(16, torch.int32), (2**32, torch.int64)])  # whose lower half is 0
 @pytest.mark.parametrize("device", DEVICES)
-def test_unknown_species_come_last(device, group):
-    species = torch.tensor([2, -1, 0, 3, 2, 16, 0], dtype=torch.int32, device=device)
+def test_unknown_species_come_last(device, unknown, dtype, group):
+    species = torch.tensor([2, -1, 0, 3, 2, unknown, 0], dtype=dtype, device=device)
     groups = group(species, 3).tolist()
     assert groups == [2, 6, 0, 4, 1, 3, 5, 0, 0, 2, 2, 3, 3, 3, 0, 2, 2, 4]
