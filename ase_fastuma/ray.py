@@ -23,6 +23,7 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from ase.db import connect
 from ase.filters import FrechetCellFilter
 from ase.io import Trajectory, iread, write
+from ase.io.extxyz import XYZError
 from ase.optimize import LBFGS
 from tqdm import tqdm
 
@@ -204,7 +205,7 @@ def relax(atoms: Atoms, calc: FastUMACalculator, relaxation: Relaxation) -> Exce
     target: Any = FrechetCellFilter(atoms) if relaxation.cell and atoms.pbc.all() else atoms
     try:
         converged = LBFGS(target, logfile=os.devnull).run(fmax=relaxation.fmax, steps=relaxation.steps)
-    except (ValueError, TypeError, FloatingPointError, MemoryError) as error:
+    except (ValueError, TypeError, NotImplementedError, FloatingPointError, MemoryError) as error:
         return error.with_traceback(None)
     atoms.info[CONVERGED] = bool(converged)
     return None
@@ -234,13 +235,17 @@ class _ExtendedXYZ:
     def blocks(self, size: int) -> Iterator[_Block]:
         index = start = first = 0
         with self._path.open("rb") as file:
-            while (line := file.readline()).strip():
+            while line := file.readline():
+                if not line.strip() and not file.read().strip():
+                    break  # blank lines end many files
                 try:
                     atoms = int(line)
                 except ValueError as error:
                     raise ValueError(f"{self._path}: expected a number of atoms, got {line!r}") from error
                 for _ in range(atoms + 1):
-                    file.readline()
+                    line = file.readline()
+                if not line:
+                    raise ValueError(f"{self._path}: expected {atoms} atoms of structure {index}, got fewer")
                 index += 1
                 if index - start == size:
                     yield _Block(start, index, first, file.tell())
@@ -251,8 +256,11 @@ class _ExtendedXYZ:
     def read(self, block: _Block) -> list[Atoms]:
         with self._path.open("rb") as file:
             file.seek(block.first)
-            text = file.read(block.last - block.first).decode()
-        return list(iread(StringIO(text), ":", format="extxyz"))
+            text = file.read(block.last - block.first)
+        try:
+            return list(iread(StringIO(text.decode()), ":", format="extxyz"))
+        except (ValueError, LookupError, XYZError) as error:
+            raise ValueError(f"{self._path}: structures {block.start} to {block.stop - 1}: {error}") from error
 
 
 class _Database:

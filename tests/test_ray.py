@@ -213,9 +213,30 @@ def test_blocks_of_a_file(tmp_path: Path) -> None:
         read_back = [atoms for block in blocks for atoms in source.read(block)]
         assert [len(atoms) for atoms in read_back] == [3, 4, 8]
         np.testing.assert_allclose(read_back[2].positions, systems.nacl().positions, atol=1e-7)
-    (tmp_path / "in.xyz").write_text("nonsense\n")
-    with pytest.raises(ValueError, match=r"in.xyz: expected a number of atoms, got b'nonsense"):
-        list(source.blocks(1))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nonsense\n", r"in.xyz: expected a number of atoms, got b'nonsense"),
+        ("1\n\nHe 0 0 0\n\n1\n\nHe 0 0 0\n", r"in.xyz: expected a number of atoms, got b'\\n'"),
+        ("1\n\nHe 0 0 0\n2\n\nHe 0 0 0\n", "in.xyz: expected 2 atoms of structure 1, got fewer"),
+        ("1\n\nHe 0 0 0\n1\n\nHe 0 zero 0\n", "in.xyz: structures 0 to 1: .*'zero'"),
+        ("1\n\nHe 0 0 0\n1\n\nQq 0 0 0\n", "in.xyz: structures 0 to 1: .*Qq"),
+        ("1\n\nHe 0 0 0\n1\n\nHe 0 0\n", "in.xyz: structures 0 to 1: "),
+    ],
+    ids=["nonsense", "blank line", "cut off", "no number", "no element", "no column"],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> None:
+    source = _ExtendedXYZ(tmp_path / "in.xyz")
+    (tmp_path / "in.xyz").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        [source.read(block) for block in source.blocks(2)]
+
+
+def test_blank_lines_end_a_file(tmp_path: Path) -> None:
+    (tmp_path / "in.xyz").write_text("1\n\nHe 0 0 0\n\n  \n")
+    assert [block.stop for block in _ExtendedXYZ(tmp_path / "in.xyz").blocks(2)] == [1]
 
 
 def test_arguments_are_checked(tmp_path: Path) -> None:
