@@ -35,7 +35,6 @@ class AcceleratedContraction(SymmetricContraction):
 
     _fastuma_spec: tuple[str, str, int]
     _fastuma_projections: list[Tensor]
-    _fastuma_kept: tuple[tuple, Tensor] | None
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """Contract features.
@@ -53,20 +52,17 @@ class AcceleratedContraction(SymmetricContraction):
         )
 
     def _weights(self) -> Tensor:
-        """Weights [E, K, C] of our polynomials, kept while mace-torch's stay as they are and take no gradient."""
+        """Weights [E, K, C] of our polynomials.
+
+        Combined anew each time: averages of weights are often put in through ``.data``, which leaves no trace.
+        """
         own = [_weights_of(part) for part in self.contractions]
-        trained = torch.is_grad_enabled() and any(w.requires_grad for part in own for w in part)
-        key = tuple((w.data_ptr(), w._version, w.dtype, w.device) for part in own for w in part)
-        if self._fastuma_kept is not None and self._fastuma_kept[0] == key and not trained:
-            return self._fastuma_kept[1]
         # Moved once: a copy from the host would wait for it in every step of training.
         self._fastuma_projections = [p.to(own[0][0].device) for p in self._fastuma_projections]
         found = []
         for weights, projection in zip(own, self._fastuma_projections, strict=True):
             found.append(projection @ torch.cat(weights, dim=1).double())  # [K, paths] @ [E, paths, C]
-        combined = torch.cat(found, dim=1).to(own[0][0].dtype)
-        self._fastuma_kept = None if trained else (key, combined)
-        return combined
+        return torch.cat(found, dim=1).to(own[0][0].dtype)
 
 
 def _weights_of(part: Any) -> list[Tensor]:
@@ -115,7 +111,6 @@ def _accelerate_one(name: str, module: SymmetricContraction) -> None:
     accelerated = cast(AcceleratedContraction, module)
     accelerated._fastuma_spec = (irreps_in, irreps_out, spec.correlation)
     accelerated._fastuma_projections = projections
-    accelerated._fastuma_kept = None
 
 
 def accelerate(model: torch.nn.Module) -> torch.nn.Module:
@@ -155,7 +150,7 @@ def accelerate(model: torch.nn.Module) -> torch.nn.Module:
 def _restore_one(module: AcceleratedContraction) -> None:
     """Give one module its old class."""
     module.__class__ = SymmetricContraction
-    del module._fastuma_spec, module._fastuma_projections, module._fastuma_kept
+    del module._fastuma_spec, module._fastuma_projections
 
 
 def restore(model: torch.nn.Module) -> torch.nn.Module:
