@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakValueDictionary
 
@@ -75,6 +76,10 @@ class Backend(Protocol):
         """What runs, for the report."""
         ...
 
+
+ALONE = threading.RLock()
+"""Held while a model is opened or runs, so that threads take turns: calculators share backends, and those switch what
+belongs to the whole process, such as torch's default dtype, and put it back."""
 
 # Calculators of one checkpoint share one backend, and with it the weights on the device.
 _open: WeakValueDictionary[tuple, Backend] = WeakValueDictionary()

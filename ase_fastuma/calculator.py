@@ -19,7 +19,7 @@ from ase import Atoms
 from ase.calculators.calculator import Calculator, PropertyNotImplementedError, all_changes
 
 from ase_fastuma import __version__
-from ase_fastuma.backend import Backend, open_backend
+from ase_fastuma.backend import ALONE, Backend, open_backend
 from ase_fastuma.checkpoint import Checkpoint, load_checkpoint
 from ase_fastuma.evaluation import Request, Results, evaluate_one, evaluate_packed, evaluate_products
 from ase_fastuma.hessian import analytic_hessian, chosen_atoms
@@ -157,14 +157,16 @@ class FastUMACalculator(Calculator):
         if self._running is None:
             device = _device(self._settings.device)
             settings = dataclasses.replace(self._settings, device=str(device))
-            checkpoint = load_checkpoint(settings.model, settings.trust_checkpoint)
+            with ALONE:
+                checkpoint = load_checkpoint(settings.model, settings.trust_checkpoint)
             _check_task(settings.task, checkpoint)
             selection = select(checkpoint.architecture, device, settings)
             if selection.name == "general" and settings.backend == "auto":
                 # Expected on a CPU; elsewhere the user would wonder why it is slow.
                 surprising = device.type == "cuda" or unsupported_by_fused(checkpoint.architecture)
                 self._say(f"running in general mode: {'; '.join(selection.reasons)}", warn=bool(surprising))
-            backend = open_backend(selection.name, checkpoint, settings)
+            with ALONE:
+                backend = open_backend(selection.name, checkpoint, settings)
             self._running = _Running(checkpoint, settings, device, selection, backend)
             precision = getattr(backend, "precision", settings.precision)
             self.parameters |= {"device": settings.device, "backend": selection.name, "precision": precision}

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from ase.stress import full_3x3_to_voigt_6_stress
 
-from ase_fastuma.backend import Backend
+from ase_fastuma.backend import ALONE, Backend
 from ase_fastuma.system import System
 
 Results = dict[str, Any]
@@ -50,7 +50,8 @@ class Request:
 def evaluate_one(backend: Backend, request: Request) -> Results:
     """The results of one structure. Raises what the backend raises, and MemoryError where memory runs out."""
     try:
-        raw = backend.evaluate(request.system, request.properties)
+        with ALONE:
+            raw = backend.evaluate(request.system, request.properties)
     except torch.OutOfMemoryError as error:
         raise _memory_error(request.system) from error
     return request.results(raw)
@@ -73,7 +74,8 @@ def _second_derivatives(
     function: Callable[[System, np.ndarray], np.ndarray], system: System, argument: np.ndarray
 ) -> np.ndarray:
     try:
-        found = function(system, argument)
+        with ALONE:
+            found = function(system, argument)
     except torch.OutOfMemoryError as error:
         raise MemoryError(
             f"out of device memory for second derivatives of {len(system.numbers)} atoms; "
@@ -142,7 +144,8 @@ class _Passes:
             return []
         wanted = frozenset().union(*(request.properties for request in requests))
         try:
-            raw = self._backend.evaluate_many([request.system for request in requests], wanted)
+            with ALONE:
+                raw = self._backend.evaluate_many([request.system for request in requests], wanted)
         except (torch.OutOfMemoryError, ValueError, FloatingPointError) as error:
             out_of_memory = isinstance(error, torch.OutOfMemoryError)
             if len(requests) == 1:

@@ -25,6 +25,7 @@ from ase.stress import voigt_6_to_full_3x3_stress
 from torch import Tensor
 from torch_sim.models.interface import ModelInterface
 
+from ase_fastuma.backend import ALONE
 from ase_fastuma.batch import requests
 from ase_fastuma.calculator import FastUMACalculator
 from ase_fastuma.resident import Resident
@@ -119,7 +120,8 @@ class FastUMAModel(ModelInterface):
         results, fault = None, None
         if self._calculator.backend.name == "fused":
             try:
-                results = self._evaluate_on_device(state, wanted)
+                with ALONE:
+                    results = self._evaluate_on_device(state, wanted)
             except ValueError as error:
                 fault = error
         if results is None:  # The host names faults by system, and knows what to do where something is not finite.
@@ -161,7 +163,9 @@ class FastUMAModel(ModelInterface):
         for i, request in enumerate(work):
             with _numbered(i):
                 request.system.check_distinct()
-        raw = self._calculator._start().backend.evaluate_many([request.system for request in work], wanted)
+        backend = self._calculator._start().backend
+        with ALONE:
+            raw = backend.evaluate_many([request.system for request in work], wanted)
         found = []
         for i, (request, values) in enumerate(zip(work, raw, strict=True)):
             with _numbered(i):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +18,8 @@ from ase import Atoms
 from ase.calculators.calculator import PropertyNotImplementedError
 
 import ase_fastuma
-from ase_fastuma import FastUMACalculator, Settings, _plugin, doctor, hub
+from ase_fastuma import FastUMACalculator, Settings, _plugin, doctor, evaluate, hub
+from ase_fastuma.general import GeneralBackend
 
 
 def test_public_names() -> None:
@@ -100,6 +104,36 @@ def test_set(standin: Path) -> None:
         calc.set(task="oc20")
     assert calc.settings.task is None
     assert atoms.get_potential_energy() != neutral
+
+
+def test_threads_take_turns(standin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calculators of one checkpoint share a backend, which changes the process's switches while it runs."""
+    running, at_once = [], []
+    original = GeneralBackend._arithmetic
+
+    @contextmanager
+    def watched(backend: GeneralBackend, derivatives: bool) -> Iterator[None]:
+        running.append(backend)
+        at_once.append(len(running))
+        time.sleep(0.02)
+        with original(backend, derivatives):
+            yield
+        running.pop()
+
+    monkeypatch.setattr(GeneralBackend, "_arithmetic", watched)
+    water, wanted = systems.water(), []
+    for work in (
+        lambda calc: calc.get_forces(water),
+        lambda calc: evaluate([water], calc)[0]["forces"],
+        lambda calc: calc.get_hessian(water, [0]),
+    ):
+        wanted += [(work, work(FastUMACalculator(standin, device="cpu", precision="float64")))]
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        calculators = [FastUMACalculator(standin, device="cpu", precision="float64") for _ in wanted]
+        found = list(pool.map(lambda one, calc: one[0](calc), wanted, calculators))
+    for got, (_, expected) in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-10)
+    assert at_once == [1] * 6
 
 
 def test_calculation_on_request_only(standin: Path) -> None:
