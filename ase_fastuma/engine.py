@@ -239,9 +239,9 @@ class FusedBackend:
         """What an edge takes in a pass."""
         arch, itemsize = self._architecture, 2 if self._kind == "half" else self._dtype.itemsize
         c, h = arch.sphere_channels, arch.hidden_channels
-        # Kept of each layer: both linears' outputs. At once in the backward pass: gradients of both ends' features and
-        # of the first linear, radial weights and their slopes.
-        return itemsize * (arch.num_layers * (11 * h + 9 * c) + 18 * c + 11 * h + 24 * c)
+        # Kept of each layer: both linears' outputs and radial weights. At once in the backward pass: gradients of both
+        # ends' features and of the first linear, radial weights made again and their slopes.
+        return itemsize * (arch.num_layers * (11 * h + 21 * c) + 18 * c + 11 * h + 24 * c)
 
     def capacity(self) -> float:
         """See `backend.Backend.capacity`: half of the bytes that are free, and no more than a pass needs to be fast."""

@@ -80,7 +80,8 @@ def test_F5_positions_that_are_no_numbers(make: Callable, value: float) -> None:
         atoms.get_forces()
     assert atoms.calc.results == {}
     atoms.positions = good
-    tolerance = len(atoms) * SAME_STRUCTURE["accurate"]["energy"]  # fairchem-core's sums on a GPU are in no fixed order
+    unordered = atoms.calc.backend.name == "general" and "cuda" in atoms.calc.parameters["device"]
+    tolerance = 8e-5 if unordered else 1e-5  # fairchem-core's sums on a GPU are in no fixed order: 1e-5 an atom
     assert atoms.get_potential_energy() == pytest.approx(expected, abs=tolerance)
 
 

@@ -53,7 +53,10 @@ def compiled(kernel: Any, walk: int | None, groups: bool) -> dict[str, int | Non
 
 def main() -> None:
     result = {}
-    for irreps_out, names in (("0e", ("forward", "grad_x", "grad_xw", "double")), ("0e+1o", ("forward", "grad_xw"))):
+    for irreps_out, names in (
+        ("0e", ("forward", "grad_x", "grad_xw", "double")),
+        ("0e+1o", ("forward", "grad_x", "grad_xw")),
+    ):
         spec = contraction("0e+1o+2e+3o", irreps_out, 3)
         kernels = _kernels(spec, "mul_ir")
         for name in names:

@@ -341,6 +341,9 @@ def test_operations(irreps_out, forward, backward, double):
     assert found["double"] <= double
 
 
+SHARED = {"forward": 1024, "grad_xw": 512}
+
+
 def test_kernels_fit_into_registers():
     """Compiled for the H100 without a GPU: no spills, wide loads and stores, and room for as many lanes as planned."""
     script = Path(__file__).with_name("compile_contraction.py")
@@ -348,7 +351,8 @@ def test_kernels_fit_into_registers():
     assert done.returncode == 0, done.stderr
     for name, found in json.loads(done.stdout).items():
         assert found["local"] == 0, (name, found)
-        assert found["shared"] <= 2048, (name, found)
+        # Sums over comparisons in the forward pass, and whole blocks of gradients; nothing else passes between lanes.
+        assert found["shared"] <= {"0e grad_x": 2048}.get(name, SHARED.get(name.split()[1], 0)), (name, found)
         assert found["wide_loads"] >= 4, (name, found)
         assert found["wide_stores"] == (0 if "forward" in name else 4), (name, found)
         assert found["registers"] <= found["most"], (name, found)
