@@ -437,11 +437,15 @@ class FastUMACalculator(Calculator):
         return clone
 
 
+def _arrays(atoms: Atoms) -> dict[str, np.ndarray]:
+    """What results depend on besides task, charge and spin, by ASE's names."""
+    return {"numbers": atoms.numbers, "positions": atoms.positions, "cell": atoms.cell.array, "pbc": atoms.pbc}
+
+
 def _changes(kept: Atoms, atoms: Atoms) -> list[str]:
-    """What differs, to the bit: ASE's comparison within a tolerance takes longer than anything else on the host."""
-    kept_arrays = {"numbers": kept.numbers, "positions": kept.positions, "cell": kept.cell.array, "pbc": kept.pbc}
-    arrays = {"numbers": atoms.numbers, "positions": atoms.positions, "cell": atoms.cell.array, "pbc": atoms.pbc}
-    return [name for name, array in arrays.items() if not np.array_equal(array, kept_arrays[name])]
+    """What differs, to the bit; ASE's comparison within a tolerance goes over each array several times."""
+    before = _arrays(kept)
+    return [name for name, array in _arrays(atoms).items() if not np.array_equal(array, before[name])]
 
 
 def _device(name: str | None) -> torch.device:
@@ -465,7 +469,7 @@ def _device(name: str | None) -> torch.device:
 
 def _key(atoms: Atoms, state: tuple[str, int, int]) -> tuple:
     """What results depend on."""
-    return state, *(array.tobytes() for array in (atoms.numbers, atoms.positions, atoms.cell.array, atoms.pbc))
+    return state, *(array.tobytes() for array in _arrays(atoms).values())
 
 
 def _check_task(task: str | None, checkpoint: Checkpoint) -> None:

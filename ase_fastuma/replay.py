@@ -90,7 +90,7 @@ def record(body: Callable[[], Tensor], pool: Any = None) -> Recorded:
 
 
 def spare(num_edges: int) -> int:
-    """Spare edges: four times what a thermal trajectory adds and loses (0.4 % in Cu at 1200 K), to be worked on too."""
+    """Spare edges: for what a thermal trajectory adds and loses; no more, since they are worked on too."""
     return num_edges // 64 + 128
 
 

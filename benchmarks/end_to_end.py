@@ -12,14 +12,16 @@ that a file is a known release is switched off for its nitro preset, and nothing
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from ase import Atoms
-from rows import Rows, add_arguments, brief, quantiles
+from rows import Rows, add_arguments, brief, quantiles, times_of
 from systems import build
 
 REFERENCE = "fairchem:float64"
@@ -68,6 +70,14 @@ def evaluate(atoms: Atoms, calc) -> np.ndarray:
     return atoms.get_forces()
 
 
+def moving(atoms: Atoms) -> Iterator[Atoms]:
+    """The structure, moved a little further each time, so that nothing is found in a cache."""
+    rng, atoms = np.random.default_rng(2), atoms.copy()
+    while True:
+        atoms.positions += rng.normal(scale=1e-3, size=atoms.positions.shape)
+        yield atoms
+
+
 def measure(impl: str, options: argparse.Namespace, name: str, reference: np.ndarray | None) -> dict[str, Any]:
     """The measured columns of one row."""
     atoms, task = build(name)
@@ -79,22 +89,12 @@ def measure(impl: str, options: argparse.Namespace, name: str, reference: np.nda
     calc = calculator(impl, options.checkpoint, task)
     forces = evaluate(atoms.copy(), calc)
     first_call = time.perf_counter() - start
-    rng, moving = np.random.default_rng(2), atoms.copy()
-
-    def timed() -> float:
-        moving.positions += rng.normal(scale=1e-3, size=moving.positions.shape)
-        start = time.perf_counter()
-        evaluate(moving, calc)
-        return 1e3 * (time.perf_counter() - start)
-
-    times = [timed()]
+    call, steps = functools.partial(evaluate, calc=calc), moving(atoms)
+    times = times_of(call, steps, 0.0, 1)
     if times[0] < 1e3 * options.long:  # else there is nothing to warm up, and no time
-        timed()
-        timed()
+        times_of(call, steps, 0.0, 2)
         # The peak is that of everything since the start: what a CUDA graph holds was allocated when it was recorded.
-        stop, times = time.perf_counter() + options.seconds, []
-        while len(times) < 5 or (time.perf_counter() < stop and len(times) < 100):
-            times.append(timed())
+        times = times_of(call, steps, options.seconds, 5)
     error = None if reference is None else float(np.linalg.norm(forces - reference) / np.linalg.norm(reference))
     return {
         **quantiles(times),

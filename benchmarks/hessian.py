@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from ase import Atoms
-from end_to_end import columns
+from end_to_end import columns, moving
 from rows import Rows, add_arguments, brief, quantiles, times_of
 from systems import build
 
@@ -86,14 +86,6 @@ def opened(impl: str, checkpoint: str, task: str) -> tuple[Hessian, Any]:
     """What a row's `impl` names, and the calculator whose forces are timed (None for fairchem-core)."""
     family, _, preset = impl.partition(":")
     return fastuma(checkpoint, task, preset) if family == "fastuma" else fairchem(checkpoint, task, preset)
-
-
-def moving(atoms: Atoms) -> Iterator[Atoms]:
-    """The structure, moved a little further each time, so that nothing is found in a cache."""
-    rng, atoms = np.random.default_rng(2), atoms.copy()
-    while True:
-        atoms.positions += rng.normal(scale=1e-3, size=atoms.positions.shape)
-        yield atoms
 
 
 def median_of_forces(calc: Any, steps: Iterator[Atoms], seconds: float) -> float | None:

@@ -50,6 +50,8 @@ from rows import Rows, add_arguments, brief, quantiles
 from systems import build
 from torch import Tensor
 
+from ase_fastuma.replay import capacity
+
 KINDS = ("split", "half", "single")
 WRONG = 0.05  # ten times bfloat16's rounding
 
@@ -392,7 +394,7 @@ def search_within(p: Problem) -> Iterator[Op]:
     def fused() -> Call:
         found = neighbours.search_numbers(p.cell.numpy(), (True,) * 3, p.cutoff, p.num_atoms)
         numbers = torch.tensor(found, dtype=torch.float64, device=p.device)
-        room = neighbours.EdgeRoom.of(p.num_edges + p.num_edges // 25, p.cutoff, p.device)
+        room = neighbours.EdgeRoom.of(capacity(p.num_edges), p.cutoff, p.device)
 
         def call() -> tuple[Tensor, ...]:
             neighbours.search_within(p.positions, numbers, room)

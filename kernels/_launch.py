@@ -48,6 +48,11 @@ def edge_tile(channels: int, itemsize: int, edges: int = 4, warps: int = 4) -> E
     return EdgeTile(max(1, edges // warps_an_edge), padded, max(warps, warps_an_edge))
 
 
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 for the CPU, where kernels are interpreted."""
+    return _processors(device.index or 0) if device.type == "cuda" else 1
+
+
 @functools.cache
 def _processors(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
@@ -55,7 +60,7 @@ def _processors(device_index: int) -> int:
 
 def few_atoms(num_atoms: int, device: torch.device) -> bool:
     """Whether programs of one atom each leave much of the card idle, so that each should be wide."""
-    return device.type != "cuda" or num_atoms < 4 * _processors(device.index or 0)
+    return device.type != "cuda" or num_atoms < 4 * processors(device)
 
 
 class MatmulTile(NamedTuple):
@@ -125,4 +130,4 @@ def outer_tile(depth: int, width: int, operand: str, device: torch.device) -> Ma
 
 def in_chunks(programs: int, device: torch.device) -> bool:
     """Whether so many programs, one for all rows of a group, leave the card idle: then chunks of rows are summed."""
-    return programs < 4 * (_processors(device.index or 0) if device.type == "cuda" else 1)
+    return programs < 4 * processors(device)

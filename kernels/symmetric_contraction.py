@@ -37,7 +37,7 @@ from torch import Tensor
 from . import reference
 from ._check import check_shape
 from ._couplings import Contraction, Term, contraction, coupling
-from ._launch import cdiv, next_power_of_2, runs_kernels
+from ._launch import cdiv, next_power_of_2, processors, runs_kernels
 from ._species import (
     MAX_ORDERED,
     MAX_SPECIES,
@@ -499,7 +499,7 @@ def _launch_walks(
     block = min(CHANNELS, next_power_of_2(channels))
     blocks = cdiv(channels, block)
     registers = walk_registers(terms) if w.dtype == torch.float32 else 255
-    at_once = 128 * (2048 // registers)  # warps, on a card of some more processors
+    at_once = processors(w.device) * (2048 // registers)  # warps
     walk = max(2, cdiv(num_nodes * blocks, at_once))
     walks = cdiv(num_nodes, walk)
     partial = w.new_empty(walks + num_species, terms, channels)
