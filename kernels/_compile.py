@@ -26,8 +26,8 @@ _asked: ContextVar[list[Any] | None] = ContextVar("ase_fastuma_asked", default=N
 class Kernel:
     """A Triton kernel, launched as ``kernel[grid](...)``; within :func:`dry_run` a launch compiles and runs nothing."""
 
-    def __init__(self, function: Callable, **options: Any) -> None:
-        self._function = triton.jit(function, **options)
+    def __init__(self, function: Callable, jit: Callable = triton.jit, **options: Any) -> None:
+        self._function = jit(function, **options)
         functools.update_wrapper(self, function)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable:
@@ -38,7 +38,7 @@ class Kernel:
 
 
 def kernel(**options: Any) -> Callable[[Callable], Kernel]:
-    """Make a :class:`Kernel` of a function; options are those of ``triton.jit``."""
+    """Make a :class:`Kernel` of a function; `jit` is ``triton.jit`` or Gluon's, options are those of it."""
     return functools.partial(Kernel, **options)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -73,6 +74,15 @@ class MatmulTile(NamedTuple):
     stages: int
 
 
+class HopperTile(NamedTuple):
+    """Rows, columns and depth of a matrix product's tile on Hopper, and the steps that its ring holds."""
+
+    m: int
+    n: int
+    k: int
+    stages: int
+
+
 @functools.cache
 def shared_memory_per_block(device_index: int) -> int:
     """Shared memory one program may use on this GPU, in bytes."""
@@ -118,6 +128,37 @@ def matmul_tile(
         if fitted.stages * bytes_per_stage <= available:
             return fitted
     raise RuntimeError(f"device: expected at least 32 KiB of shared memory a block, got {available} bytes")
+
+
+@functools.cache
+def _is_hopper(device_index: int) -> bool:
+    return torch.cuda.get_device_capability(device_index) == (9, 0)
+
+
+# High tiles read least from the second-level cache, which bounds these products; low ones fill the card with few rows.
+# The depth of a split product's tile orders its sums and is that of groups above.
+_HOPPER_TILES = {
+    "split": (HopperTile(256, 128, 32, 3), HopperTile(128, 128, 32, 4)),
+    "half": (HopperTile(256, 128, 64, 3), HopperTile(128, 128, 64, 5)),
+}
+
+
+def hopper_tile(
+    rows: int, shapes: Sequence[tuple[int, int]], operand: str, device: torch.device, rows_a_group: int | None = None
+) -> HopperTile | None:
+    """Tile of the block matrix product on Hopper's own units; None where :func:`matmul_tile` is to be used.
+
+    `shapes`: (K_b, N_b) of the blocks; rows in memory must begin at multiples of 16 bytes. `rows_a_group`: rows are in
+    groups of about so many, each of which begins a tile of its own.
+    """
+    if device.type != "cuda" or not _is_hopper(device.index or 0):
+        return None
+    if any(size % 8 for shape in shapes for size in shape) or max(n for _, n in shapes) < 128:
+        return None
+    high, low = _HOPPER_TILES[operand]
+    if rows > 16384 and (rows_a_group is None or rows_a_group >= 3 * high.m):
+        return high
+    return low if rows >= 2048 and (rows_a_group is None or rows_a_group >= 3 * low.m) else None
 
 
 def outer_tile(depth: int, width: int, operand: str, device: torch.device) -> MatmulTile:

@@ -1,4 +1,4 @@
-"""Linear layers over consecutive column blocks, as one kernel in a named precision.
+"""Linear layers over consecutive column blocks, as one launch in a named precision.
 
 Formula (:func:`.reference.block_linear`): ``y[:, block b] = x[:, block b] @ W_b (+ bias on the first block)``.
 An SO(2) linear has three blocks, |m| = 0, 1, 2, in one launch; an ordinary linear has one. Gradients with respect to x
@@ -8,8 +8,9 @@ Weights may come in groups: each of G systems, say, has merged weights of its ow
 a group begins a tile of its own, and one launch works through all of them; a group's results do not depend on others.
 Such weights are stored once: the products with their transposes read them in place.
 
-Precision is that of the operands (:mod:`.operand`). The kernel takes half-precision operands; IEEE float32 and float64
-go to the vendor's library, which is the fastest there. Torch's TF32 switches do not act on any of these products.
+Precision is that of the operands (:mod:`.operand`). The kernel takes half-precision operands; products of many rows
+have one of their own on Hopper GPUs (:mod:`.hopper_linear`). IEEE float32 and float64 go to the vendor's library, which
+is the fastest there. Torch's TF32 switches do not act on any of these products.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from torch import Tensor
 from . import reference
 from ._check import check_shape
 from ._compile import kernel
-from ._launch import cdiv, matmul_tile, runs_kernels
+from ._launch import cdiv, hopper_tile, matmul_tile, runs_kernels
 from .groups import RowGroups
+from .hopper_linear import hopper_matmul
 from .operand import (
     HALF_TOP,
     SPLIT_OF_KIND,
@@ -292,8 +294,13 @@ def block_matmul(
     out = empty_operand(rows, columns, "half" if half else "single", x.high.device)
     if rows == 0:
         return out
-    (k0, n0), (k1, n1), (k2, n2) = shapes + [(0, 0)] * (3 - len(shapes))
     rows_a_group = None if groups is None else rows // max(1, groups.num_groups)
+    on_hopper = hopper_tile(rows, shapes, x.kind, x.high.device, rows_a_group if grouped else None)
+    if on_hopper is not None:
+        row_tiles = groups.tiles(on_hopper.m) if grouped and groups is not None else None
+        hopper_matmul(x, w, shapes, out, on_hopper, bias, bound, row_tiles, in_place)
+        return out
+    (k0, n0), (k1, n1), (k2, n2) = shapes + [(0, 0)] * (3 - len(shapes))
     tile = matmul_tile(rows, max(k0, k1, k2), max(n0, n1, n2), x.kind, x.high.device, rows_a_group)
     tiles = sum(cdiv(n, tile.n) for _, n in shapes)
     row_tiles = groups.tiles(tile.m) if grouped and groups is not None else None

@@ -21,6 +21,21 @@ TYPES = {"missing": "fp32", "num_nodes": "i32", "num_species": "i32", "walk": "i
 TYPES["groups"] = "*i32"
 
 
+def usage(found: Any) -> dict[str, int]:
+    """Registers, local memory (spills) and shared memory of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(found.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    numbers = {key: int(n) for key, n in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", printed)}
+    return {
+        "registers": numbers["REG"],
+        "local": numbers["STACK"] + numbers["LOCAL"],
+        "shared": found.metadata.shared,
+    }
+
+
 def compiled(kernel: Any, walk: int | None, groups: bool) -> dict[str, int | None]:
     """Registers, local memory (spills) and shared memory of one kernel, and how many wide loads and stores it has.
 
@@ -35,16 +50,7 @@ def compiled(kernel: Any, walk: int | None, groups: bool) -> dict[str, int | Non
     source = ASTSource(kernel, signature, {n: constants[n] for n in names if n in constants}, aligned)
     options = {"num_warps": 1 if walk else LANES // 32, "enable_fp_fusion": True, "maxnreg": walk}
     found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(found.asm["cubin"])
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    numbers = {key: int(n) for key, n in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
-    return {
-        "registers": numbers["REG"],
-        "local": numbers["STACK"] + numbers["LOCAL"],
-        "shared": found.metadata.shared,
+    return usage(found) | {
         "wide_loads": len(re.findall(r"ld\.global\S*\.v4", found.asm["ptx"])),
         "wide_stores": len(re.findall(r"st\.global\S*\.v4", found.asm["ptx"])),
         "most": walk or 255,
