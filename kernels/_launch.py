@@ -156,6 +156,7 @@ def hopper_tile(
     if any(size % 8 for shape in shapes for size in shape) or max(n for _, n in shapes) < 128:
         return None
     high, low = _HOPPER_TILES[operand]
+    # A launch takes the host longer, which small systems that are not recorded would wait for.
     if rows > 16384 and (rows_a_group is None or rows_a_group >= 3 * high.m):
         return high
     return low if rows >= 2048 and (rows_a_group is None or rows_a_group >= 3 * low.m) else None
