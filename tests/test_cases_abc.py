@@ -120,6 +120,7 @@ def test_B5_second_derivatives_cost_nothing_unless_asked_for(make: Callable) -> 
 
     def cost(work: Callable[[], Any]) -> int:
         if on_cuda:
+            gc.collect()  # what is garbage already would be let go of at some moment of the work
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             work()
