@@ -5,15 +5,17 @@
     python benchmarks/symmetric_contraction.py --out ROWS.jsonl --what step --nodes 1000 3000
 
 Peers are taken where they can be imported; the others are named in the output. They contract as mace-torch calls them:
-one-hot species for mace-torch and OpenEquivariance, indices for cuEquivariance with its reduced coefficients. 128
-channels, 89 species in the weights, float32.
+one-hot species for mace-torch, indices for cuEquivariance with its reduced coefficients. OpenEquivariance's contraction
+has mace-torch's signature and takes its place, although mace-torch 0.3.16 does not call it. 128 channels, 89 species in
+the weights, float32.
 
 `eager_us` is host time from call to call, work on the GPU included. `device_us` is that of a CUDA graph that holds many
 calls on inputs of their own, together beyond the cache, or the sum of kernel times where a peer cannot be recorded
 (`device_by`). Backward passes are timed alone, forward passes done. `floor_us` is the larger of what must be moved at
 4 TB/s and what our coupling trees must compute at 60 TFLOP/s. `rel_err` is that of outputs and of the gradient, in
 norm, against the formula of kernels/reference.py in float64. A step is energy and forces of a random model with two
-layers on a rattled alloy; its `force_rel_err` is against mace-torch's own contraction.
+layers on a rattled alloy; its `force_rel_err` is against mace-torch's own contraction. OpenEquivariance replaces only
+the convolutions in it.
 
 Without a GPU, TRITON_INTERPRET=1 and small --nodes run everything interpreted: a test of this script, no measurement.
 """
@@ -96,7 +98,11 @@ def peer(impl: str, irreps_out: str, channels: int, device: str) -> Contract:
         module = SymmetricContractionWrapper(*irreps, 3, SPECIES, cueq_config=config, use_reduced_cg=True).to(device)
         return Contract(module, lambda z: z.int(), list(module.parameters()), (size_in * channels,))
     if impl == "openequivariance":
+        from openequivariance._torch import extlib
         from openequivariance._torch.symmetric_contraction import SymmetricContraction
+
+        if not extlib.BUILT_EXTENSION:  # the import itself does not fail
+            raise ImportError(f"extension of openequivariance: {extlib.BUILT_EXTENSION_ERROR}")
     else:
         from mace.modules.symmetric_contraction import SymmetricContraction
     module = SymmetricContraction(*irreps, 3, num_elements=SPECIES).to(device)
@@ -105,7 +111,7 @@ def peer(impl: str, irreps_out: str, channels: int, device: str) -> Contract:
         lambda z: torch.nn.functional.one_hot(z.long(), SPECIES).float(),
         [p for p in module.parameters() if p.requires_grad],
         (channels, size_in),
-        recordable=impl != "openequivariance",  # it waits for the host
+        recordable=impl != "openequivariance",  # it waits for the host and multiplies on the default stream
     )
 
 
