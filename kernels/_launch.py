@@ -148,8 +148,8 @@ def hopper_tile(
 ) -> HopperTile | None:
     """Tile of the block matrix product on Hopper's own units; None where :func:`matmul_tile` is to be used.
 
-    `shapes`: (K_b, N_b) of the blocks; rows in memory must begin at multiples of 16 bytes. `rows_a_group`: rows are in
-    groups of about so many, each of which begins a tile of its own.
+    `shapes`: (K_b, N_b) of the blocks; rows in memory must begin at multiples of 16 bytes, and columns of at least one
+    block fill a tile. `rows_a_group`: as for :func:`matmul_tile`.
     """
     if device.type != "cuda" or not _is_hopper(device.index or 0):
         return None

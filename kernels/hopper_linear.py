@@ -2,7 +2,7 @@
 
 One program a multiprocessor walks over the tiles. One warp copies tiles of both operands into a ring in shared memory,
 through the tensor memory accelerator (TMA); two groups of four warps multiply them (wgmma), scale the sums and hand
-them to the TMA again. So copies, products and stores of neighbouring tiles overlap, and no thread computes addresses.
+them to the TMA again. So copies, products and stores of neighbouring tiles overlap.
 
 A number is the same sum in the same order as from :mod:`.linear`'s kernel with tiles of the same depth, bit for bit.
 """
@@ -94,6 +94,8 @@ def _load_tiles(
             bar = filled.index(place)
             mbarrier.expect(bar, SPLIT * 2 * BK * (BM + BN))
             at = [group, k, column] if IN_PLACE else [group, column, k]
+            # Beyond the block's depth x is the next block's, and weights are filled up with zeros; beyond the last row
+            # no result is stored.
             _copy_in(x_high, [first, x_first + k], bar, xh.index(place))
             _copy_weights(h0, h1, h2, block, at, bar, wh.index(place))
             if SPLIT == 2:
@@ -161,7 +163,8 @@ def _multiply_tiles(
                 sums = warpgroup_mma(xl.index(place), w, sums, is_async=True)
                 w = _operand(wl, place, IN_PLACE, BN, BK)
                 sums = warpgroup_mma(xh.index(place), w, sums, is_async=True)
-            # Products of this step go on; those of the one before are done, and its place is free.
+            # Products of this step go on; those of the one before are done, and its place is free. One thread says so
+            # for all, after a barrier that Triton puts before an arrival (held by a test).
             sums = warpgroup_mma_init(warpgroup_mma_wait(2 * SPLIT - 1, deps=[sums]))
             mbarrier.arrive(emptied.index((step + STAGES - 1) % STAGES), pred=k > 0)
             step += 1
@@ -198,7 +201,7 @@ def _multiply_tiles(
                 strip.store(parts[i])
                 fence_async_shared()
                 _copy_result(o0, o1, o2, block, [first, column + i * STRIP], strip)
-        else:  # rows that follow are another group's
+        else:  # rows that follow are another group's, or there are none
             row_size = N0 + N1 + N2
             to = out + (first.to(gl.int64) * row_size + o_first)
             to += gl.expand_dims(rows - first, 1) * row_size + gl.expand_dims(columns, 0)

@@ -27,7 +27,6 @@ from ._check import check_shape
 from ._compile import kernel
 from ._launch import cdiv, hopper_tile, matmul_tile, runs_kernels
 from .groups import RowGroups
-from .hopper_linear import hopper_matmul
 from .operand import (
     HALF_TOP,
     SPLIT_OF_KIND,
@@ -283,6 +282,8 @@ def block_matmul(
     """
     bias = weights.bias if biased and not transposed else None
     grouped = weights.num_groups is not None
+    if grouped and groups is None:
+        raise ValueError(f"groups: expected {weights.num_groups} groups of rows, got none")
     in_place = grouped and transposed
     if weights.forward is None:
         out = plain_operand(_library_matmul(x, weights, transposed, bias, groups if grouped else None))
@@ -297,13 +298,15 @@ def block_matmul(
     rows_a_group = None if groups is None else rows // max(1, groups.num_groups)
     on_hopper = hopper_tile(rows, shapes, x.kind, x.high.device, rows_a_group if grouped else None)
     if on_hopper is not None:
-        row_tiles = groups.tiles(on_hopper.m) if grouped and groups is not None else None
+        from .hopper_linear import hopper_matmul  # Gluon is young: nothing else should depend on it
+
+        row_tiles = groups.tiles(on_hopper.m) if grouped else None
         hopper_matmul(x, w, shapes, out, on_hopper, bias, bound, row_tiles, in_place)
         return out
     (k0, n0), (k1, n1), (k2, n2) = shapes + [(0, 0)] * (3 - len(shapes))
     tile = matmul_tile(rows, max(k0, k1, k2), max(n0, n1, n2), x.kind, x.high.device, rows_a_group)
     tiles = sum(cdiv(n, tile.n) for _, n in shapes)
-    row_tiles = groups.tiles(tile.m) if grouped and groups is not None else None
+    row_tiles = groups.tiles(tile.m) if grouped else None
     num_row_tiles = cdiv(rows, tile.m) if row_tiles is None else row_tiles.shape[1]
     _block_linear_kernel[(num_row_tiles * tiles,)](
         x.high,

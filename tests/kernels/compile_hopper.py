@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)  # read when Triton is imported; interpreted kernels cannot be compiled
@@ -47,18 +47,45 @@ def compiled(tile: HopperTile, split: bool, half: bool, grouped: bool, in_place:
     source = GluonASTSource(KERNEL, signature, constants, aligned)
     found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
     ptx = found.asm["ptx"]
-    counts = {"products": r"wgmma\.mma_async", "copies": r"cp\.async\.bulk\.tensor", "waits": r"wgmma\.wait_group"}
-    return usage(found) | {name: len(re.findall(pattern, ptx)) for name, pattern in counts.items()}
+    arrival = r"mbarrier\.arrive\.shared"
+    patterns = {
+        "products": r"wgmma\.mma_async",
+        "waits": r"wgmma\.wait_group",
+        "copies": r"cp\.async\.bulk\.tensor",
+        "arrivals": arrival,
+        "arrivals after a barrier": rf"bar\.sync\s+0, 256;(?:(?!wgmma|bar\.sync|{arrival})[\s\S])*?{arrival}",
+    }
+    return usage(found) | {name: len(re.findall(pattern, ptx)) for name, pattern in patterns.items()}
+
+
+def form(name: str) -> dict[str, Any]:
+    """What a form's name says: "KIND ROWS[ float32][ grouped][ in place]"."""
+    kind, rows, *rest = name.split()
+    (tile,) = (tile for tile in _HOPPER_TILES[kind] if tile.m == int(rows))
+    return {
+        "tile": tile,
+        "split": kind == "split",
+        "half": kind == "half" and "float32" not in rest,
+        "grouped": "grouped" in rest,
+        "in_place": "place" in rest,
+    }
+
+
+FORMS = (
+    "split 256",
+    "split 128",
+    "split 256 grouped",
+    "split 256 grouped in place",
+    "split 128 grouped in place",
+    "half 256",
+    "half 128 float32",
+    "half 256 grouped in place",
+)
 
 
 def main() -> None:
-    forms = [(kind, tile) for kind, tiles in _HOPPER_TILES.items() for tile in tiles]
-    found = {}
-    for (kind, tile), grouped, in_place in itertools.product(forms, (False, True), (False, True)):
-        if grouped or not in_place:
-            form = f"{kind} {tile.m}{' grouped' * grouped}{' in place' * in_place}"
-            found[form] = compiled(tile, kind == "split", kind == "half", grouped, in_place)
-    print(json.dumps(found))
+    with ThreadPoolExecutor() as threads:
+        print(json.dumps(dict(zip(FORMS, threads.map(lambda name: compiled(**form(name)), FORMS), strict=True))))
 
 
 if __name__ == "__main__":
