@@ -74,15 +74,6 @@ class MatmulTile(NamedTuple):
     stages: int
 
 
-class HopperTile(NamedTuple):
-    """Rows, columns and depth of a matrix product's tile on Hopper, and the steps that its ring holds."""
-
-    m: int
-    n: int
-    k: int
-    stages: int
-
-
 @functools.cache
 def shared_memory_per_block(device_index: int) -> int:
     """Shared memory one program may use on this GPU, in bytes."""
@@ -136,16 +127,16 @@ def _is_hopper(device_index: int) -> bool:
 
 
 # High tiles read least from the second-level cache, which bounds these products; low ones fill the card with few rows.
-# The depth of a split product's tile orders its sums and is that of groups above.
+# The depth of a split product's tile orders its sums and is that of groups above. Warps are those that multiply.
 _HOPPER_TILES = {
-    "split": (HopperTile(256, 128, 32, 3), HopperTile(128, 128, 32, 4)),
-    "half": (HopperTile(256, 128, 64, 3), HopperTile(128, 128, 64, 5)),
+    "split": (MatmulTile(256, 128, 32, 8, 3), MatmulTile(128, 128, 32, 8, 4)),
+    "half": (MatmulTile(256, 128, 64, 8, 3), MatmulTile(128, 128, 64, 8, 5)),
 }
 
 
 def hopper_tile(
     rows: int, shapes: Sequence[tuple[int, int]], operand: str, device: torch.device, rows_a_group: int | None = None
-) -> HopperTile | None:
+) -> MatmulTile | None:
     """Tile of the block matrix product on Hopper's own units; None where :func:`matmul_tile` is to be used.
 
     `shapes`: (K_b, N_b) of the blocks; rows in memory must begin at multiples of 16 bytes, and columns of at least one

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ._compile import kernel
-from ._launch import HopperTile, cdiv, processors
+from ._launch import MatmulTile, cdiv, processors
 from .operand import SPLIT_OF_KIND, Operand
 
 # Newer releases of Triton have other names for these two.
@@ -304,7 +304,7 @@ def _descriptor(tensor: Tensor, *box: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(box), layout)
 
 
-def _of_blocks(parts: list[TensorDescriptor | None]) -> list[TensorDescriptor | None]:
+def _of_blocks(parts: list[TensorDescriptor]) -> list[TensorDescriptor]:
     """Three, one for each block; blocks that are not there are never asked for."""
     return parts + parts[-1:] * (3 - len(parts))
 
@@ -314,7 +314,7 @@ def hopper_matmul(
     w: Operand,
     shapes: Sequence[tuple[int, int]],
     out: Operand,
-    tile: HopperTile,
+    tile: MatmulTile,
     bias: Tensor | None,
     bound: Tensor | None,
     row_tiles: Tensor | None,
@@ -330,18 +330,14 @@ def hopper_matmul(
     """
     stored = w.high.shape[0]
 
-    def weights(halves: Tensor | None) -> list[TensorDescriptor | None]:
-        parts, first = [], 0
-        for depth, width in shapes:
-            block = None
-            if halves is not None:
-                flat = halves[:, first : first + depth * width]
-                rows = (depth, width) if in_place else (width, depth)
-                box = (tile.k, tile.n) if in_place else (tile.n, tile.k)
-                block = _descriptor(flat.view(stored, *rows), 1, *box)
-            parts.append(block)
-            first += depth * width
-        return _of_blocks(parts)
+    def weights(halves: Tensor | None) -> Sequence[TensorDescriptor | None]:
+        if halves is None:
+            return (None, None, None)
+        blocks = []
+        for flat, (depth, width) in zip(halves.split([k * n for k, n in shapes], dim=1), shapes, strict=True):
+            size, box = ((depth, width), (tile.k, tile.n)) if in_place else ((width, depth), (tile.n, tile.k))
+            blocks.append(_descriptor(flat.view(stored, *size), 1, *box))
+        return _of_blocks(blocks)
 
     strip = 128 // out.high.element_size()
     results = [_descriptor(part, tile.m, strip) for part in out.high.split([n for _, n in shapes], dim=1)]
@@ -375,5 +371,5 @@ def hopper_matmul(
         BN=tile.n,
         BK=tile.k,
         STAGES=tile.stages,
-        num_warps=8,
+        num_warps=tile.warps,
     )

@@ -11,7 +11,7 @@ from typing import Any
 os.environ.pop("TRITON_INTERPRET", None)  # read when Triton is imported; interpreted kernels cannot be compiled
 
 import triton
-from ase_fastuma.kernels._launch import _HOPPER_TILES, HopperTile
+from ase_fastuma.kernels._launch import _HOPPER_TILES, MatmulTile
 from ase_fastuma.kernels.hopper_linear import _hopper_linear_kernel
 from compile_contraction import usage
 from triton.backends.compiler import GPUTarget
@@ -27,10 +27,10 @@ def descriptor(box: list[int], dtype: str) -> str:
     return f"tensordesc<{dtype}{box},{layout!r}>"
 
 
-def compiled(tile: HopperTile, split: bool, half: bool, grouped: bool, in_place: bool) -> dict[str, Any]:
+def compiled(tile: MatmulTile, split: bool, half: bool, grouped: bool, in_place: bool) -> dict[str, Any]:
     """Resources of the kernel in one of its forms, and its instructions for products and copies."""
     constants: dict[str, Any] = {"SPLIT": 1 + split, "HALF": half, "GROUPED": grouped, "IN_PLACE": in_place}
-    constants |= {"BM": tile.m, "BN": tile.n, "BK": tile.k, "STAGES": tile.stages, "num_warps": 8}
+    constants |= {"BM": tile.m, "BN": tile.n, "BK": tile.k, "STAGES": tile.stages, "num_warps": tile.warps}
     constants |= {} if grouped else dict.fromkeys(("tile_group", "tile_first", "tile_last"))
     constants |= {} if split else dict.fromkeys(("x_low", "l0", "l1", "l2"))
     constants |= {} if half else dict.fromkeys(("w_bound", "out_unscale"))
@@ -45,7 +45,7 @@ def compiled(tile: HopperTile, split: bool, half: bool, grouped: bool, in_place:
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
     source = GluonASTSource(KERNEL, signature, constants, aligned)
-    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": tile.warps})
     ptx = found.asm["ptx"]
     arrival = r"mbarrier\.arrive\.shared"
     patterns = {
