@@ -40,12 +40,10 @@ from ._couplings import Contraction, Term, contraction, coupling
 from ._launch import cdiv, next_power_of_2, processors, runs_kernels
 from ._species import (
     MAX_ORDERED,
-    MAX_SPECIES,
-    ORDERED,
+    MAX_ORDERED_SPECIES,
     empty_groups,
     nodes_by_species,
-    order_tile,
-    order_tiles,
+    order_species,
     sums_of_species,
 )
 from ._straightline import Program
@@ -169,11 +167,13 @@ def _sum_walks_kernel(
 
 
 def walk_registers(terms: int) -> int:
-    """Registers a lane of a walk in float32, by polynomials: as few as hold its sums and all else without spills.
+    """Most registers a lane of a walk in float32, by polynomials: for as many warps at once as do without spills."""
+    return 128 if terms <= 16 else 168 if terms <= 32 else 255
 
-    The compiler left to itself takes a fifth more, and as many warps fewer run at once.
-    """
-    return 104 if terms <= 16 else 168 if terms <= 32 else 255
+
+def warps_at_once(registers: int) -> int:
+    """Warps of so many registers a lane that run at once on a multiprocessor, in its four parts of 16384 registers."""
+    return 4 * (512 // (cdiv(registers, 8) * 8))
 
 
 class _Rows(NamedTuple):
@@ -256,7 +256,7 @@ def _compiled(name: str, arguments: list[str], lines: list[str]) -> Any:
     file = f"<ase_fastuma generated {name}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # Triton reads sources by file
     scope = {"triton": triton, "tl": tl, "__name__": __name__}
-    scope |= {"_load_four": _load_four, "order_tile": order_tile}
+    scope |= {"_load_four": _load_four, "order_species": order_species}
     exec(compile(text, file, "exec"), scope)
     return scope[name]
 
@@ -411,16 +411,15 @@ class _Kernels:
         The programs that do so come first and hide behind the others. A sort of its own before the backward pass would
         take as long as a short one itself.
         """
-        tile = f"{ORDERED}, {MAX_ORDERED}, 2 * LANES"
+        block = "4 * LANES"  # of nodes: more would take more registers than the rest
         ordering = [
-            "if groups is not None:",  # then programs are in one row
-            f"    tiles = (num_nodes + num_species) // {ORDERED} + 1",
-            "    if block < tiles:",
-            f"        order_tile(species, groups, block, num_nodes, num_species, {tile})",
+            "if groups is not None:",  # then programs are in one row, with one for each species and the unknown one
+            "    if block <= num_species:",
+            f"        order_species(species, groups, block, num_nodes, num_species, {block})",
             "        return",
             "    blocks = tl.cdiv(num_nodes, LANES // BLOCK_C)",
-            "    i_channels = (block - tiles) // blocks",
-            "    block = (block - tiles) % blocks",
+            "    i_channels = (block - num_species - 1) // blocks",
+            "    block = (block - num_species - 1) % blocks",
         ]
         return self._of_nodes("contraction", {"out": self._out}, ["x"], ordering)
 
@@ -473,7 +472,7 @@ def _launch_nodes(
     block = min(CHANNELS, next_power_of_2(channels))
     grid = (cdiv(nodes, LANES // block), cdiv(channels, block))
     if groups is not None:
-        grid = (order_tiles(nodes, w.shape[0]) + grid[0] * grid[1], 1)
+        grid = (w.shape[0] + 1 + grid[0] * grid[1], 1)
     missing = float("nan")  # weights of a species that there is none of: the result shows it
     sizes = {"C": channels, "LANES": LANES, "BLOCK_C": block}
     arguments = (*rows, species, w, *out, groups, nodes, w.shape[0], missing)
@@ -499,7 +498,7 @@ def _launch_walks(
     block = min(CHANNELS, next_power_of_2(channels))
     blocks = cdiv(channels, block)
     registers = walk_registers(terms) if w.dtype == torch.float32 else 255
-    at_once = processors(w.device) * (2048 // registers)  # warps
+    at_once = processors(w.device) * warps_at_once(registers)
     walk = max(2, cdiv(num_nodes * blocks, at_once))
     walks = cdiv(num_nodes, walk)
     partial = w.new_empty(walks + num_species, terms, channels)
@@ -565,7 +564,7 @@ class _Contract(torch.autograd.Function):
     @staticmethod
     def forward(x, species, w, trained, kernels):
         out = x.new_empty(kernels.shape_out(x.shape[0], w.shape[2]))
-        few = x.shape[0] <= MAX_ORDERED and w.shape[0] <= MAX_SPECIES
+        few = x.shape[0] <= MAX_ORDERED and w.shape[0] <= MAX_ORDERED_SPECIES
         grouped = trained and few and out.numel() > 0
         groups = empty_groups(species, w.shape[0]) if grouped else _no_groups(species)
         _launch_nodes(kernels.forward, [x.contiguous()], species, w, [out], groups if grouped else None)
