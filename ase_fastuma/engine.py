@@ -83,8 +83,8 @@ class FusedBackend:
         self._dtype = torch.float64 if settings.precision == "float64" else torch.float32
         self._plain = plain or not runs_kernels(torch.empty(0, device=self._device))
         self._networks = Networks(checkpoint, self._device, self._kind, tables=not self._plain)
-        # What kernels depend on but for the model: which evaluations have had theirs compiled.
-        self._compiled: set[tuple[bool, bool, int]] = set()
+        # What kernels depend on but for the model, whatever the size: which evaluations have had theirs compiled.
+        self._compiled: set[tuple[bool, bool, bool]] = set()
         self._compiled_hessians: set[tuple[int, int]] = set()
         self._hessians = curvature.Recordings()
         self._replays = Replays(self._architecture.cutoff, self._architecture.max_neighbors)
@@ -337,7 +337,7 @@ class FusedBackend:
         S is one but for a pack. Not yet scaled to physical units. Small systems wait for the device nowhere in here.
         """
         geometry = self._geometry(network, members, inputs)
-        kernels = (network.packed, derivatives, inputs.num_edges.bit_length())
+        kernels = (network.packed, derivatives, inputs.num_edges > 0)
         if not self._plain and kernels not in self._compiled:
             self._compiled.add(kernels)
             with dry_run():
@@ -524,7 +524,7 @@ def _whole(inputs: EdgeInputs, num_nodes: int, packed: bool) -> EdgeList:
         0,
         inputs.target_start,
         inputs.by_source,
-        torch.arange(num_nodes, device=inputs.source.device),
+        torch.arange(num_nodes, device=inputs.source.device, dtype=inputs.source.dtype),
         inputs.source_start,
         num_nodes,
         packed,

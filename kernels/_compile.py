@@ -8,16 +8,18 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
 from triton.runtime import driver
 from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
+
+Choice = TypeVar("Choice")
 
 # Kernels that launches have asked for, to be compiled in the end; None outside a dry run.
 _asked: ContextVar[list[Any] | None] = ContextVar("ase_fastuma_asked", default=None)
@@ -40,6 +42,11 @@ class Kernel:
 def kernel(**options: Any) -> Callable[[Callable], Kernel]:
     """Make a :class:`Kernel` of a function; `jit` is ``triton.jit`` or Gluon's, options are those of it."""
     return functools.partial(Kernel, **options)
+
+
+def choices(present: Choice, possible: Iterable[Choice]) -> tuple[Choice, ...]:
+    """What to launch: the present choice; in a dry run also what other sizes choose, so that they find it compiled."""
+    return (present,) if _asked.get() is None else tuple(dict.fromkeys((present, *possible)))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -92,6 +93,18 @@ _SMALL_HALF_TILES = (MatmulTile(64, 128, 64, 4, 3), MatmulTile(64, 64, 32, 4, 2)
 _SMALL_SHALLOW_TILES = (MatmulTile(64, 128, 32, 4, 4), MatmulTile(64, 64, 32, 4, 2))
 
 
+# Products of more rows than these have other tiles; and so have rows in groups of three times one of these heights.
+_FEW_ROWS, _MANY_ROWS = 2047, 16384
+_HEIGHTS = (64, 128, 256)
+
+
+@functools.cache
+def product_sizes(in_groups: bool) -> tuple[tuple[int, int | None], ...]:
+    """Rows, and rows a group (else None), of products that have all tiles between them that those of any size have."""
+    rows_a_group = (1, *(3 * height for height in _HEIGHTS)) if in_groups else (None,)
+    return tuple(itertools.product((1, _FEW_ROWS + 1, _MANY_ROWS + 1), rows_a_group))
+
+
 def matmul_tile(
     rows: int, depth: int, columns: int, operand: str, device: torch.device, rows_a_group: int | None = None
 ) -> MatmulTile:
@@ -108,7 +121,7 @@ def matmul_tile(
         large, small = _SPLIT_TILES, _SMALL_SPLIT_TILES
     else:
         large, small = _HALF_TILES, _SMALL_HALF_TILES
-    choice = (*(large if rows > 16384 else ()), *small)
+    choice = (*(large if rows > _MANY_ROWS else ()), *small)
     if rows_a_group is not None:
         low, last = small[-2:]
         choice = (*(t for t in choice if t.k == low.k and 3 * t.m <= rows_a_group), low, last)
@@ -148,9 +161,9 @@ def hopper_tile(
         return None
     high, low = _HOPPER_TILES[operand]
     # A launch takes the host longer, which small systems that are not recorded would wait for.
-    if rows > 16384 and (rows_a_group is None or rows_a_group >= 3 * high.m):
+    if rows > _MANY_ROWS and (rows_a_group is None or rows_a_group >= 3 * high.m):
         return high
-    return low if rows >= 2048 and (rows_a_group is None or rows_a_group >= 3 * low.m) else None
+    return low if rows > _FEW_ROWS and (rows_a_group is None or rows_a_group >= 3 * low.m) else None
 
 
 def outer_tile(depth: int, width: int, operand: str, device: torch.device) -> MatmulTile:

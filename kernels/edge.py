@@ -20,6 +20,7 @@ it, then those out of it, with the atom's own features in registers.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from . import reference
 from ._check import check_edges, check_shape
-from ._compile import kernel
+from ._compile import choices, kernel
 from ._device import (
     frame,
     load_l_major,
@@ -372,37 +373,39 @@ def gather_rotate_scale_backward(
     grad_radial = torch.empty_like(radial.high) if radial_slope is None else None
     num_targets, num_sources = edges.target_start.shape[0] - 1, edges.source_nodes.shape[0]
     if num_nodes:
-        edges_warps = (8, 8) if not edges.packed and few_atoms(num_nodes, x.device) else (1, 1)
-        tile = edge_tile(width, x.element_size(), *edges_warps)
-        _gather_rotate_scale_backward_kernel[(max(num_targets, num_sources), 2)](
-            grad.high,
-            grad.unscale,
-            x,
-            vectors,
-            radial.high,
-            radial.unscale,
-            radial_slope and radial_slope.high,
-            radial_slope and radial_slope.unscale,
-            edges.first_target,
-            num_targets,
-            edges.target_start,
-            edges.by_source,
-            edges.source_nodes,
-            num_sources,
-            edges.source_start,
-            grad_x,
-            grad_vectors,
-            grad_radial,
-            num_nodes,
-            num_edges,
-            C=width,
-            BLOCK_E=tile.edges,
-            BLOCK_C=tile.channels,
-            SCALED=grad.unscale is not None,
-            CHAIN=radial_slope is not None,
-            ADD=not edges.whole,
-            num_warps=tile.warps,
-        )
+        present = (not edges.packed and few_atoms(num_nodes, x.device), edges.whole)
+        others = [(False, True)] if edges.packed else itertools.product((False, True), repeat=2)
+        for few, whole in choices(present, others):
+            tile = edge_tile(width, x.element_size(), *((8, 8) if few else (1, 1)))
+            _gather_rotate_scale_backward_kernel[(max(num_targets, num_sources), 2)](
+                grad.high,
+                grad.unscale,
+                x,
+                vectors,
+                radial.high,
+                radial.unscale,
+                radial_slope and radial_slope.high,
+                radial_slope and radial_slope.unscale,
+                edges.first_target,
+                num_targets,
+                edges.target_start,
+                edges.by_source,
+                edges.source_nodes,
+                num_sources,
+                edges.source_start,
+                grad_x,
+                grad_vectors,
+                grad_radial,
+                num_nodes,
+                num_edges,
+                C=width,
+                BLOCK_E=tile.edges,
+                BLOCK_C=tile.channels,
+                SCALED=grad.unscale is not None,
+                CHAIN=radial_slope is not None,
+                ADD=not whole,
+                num_warps=tile.warps,
+            )
     return grad_vectors[0] + grad_vectors[1], grad_radial
 
 
@@ -621,22 +624,23 @@ def rotate_back_sum_forward(z: Operand, vectors: Tensor, weight: Tensor, edges: 
     num_targets = edges.target_start.shape[0] - 1
     out = vectors.new_empty(num_targets, NUM_COEFFICIENTS, width)
     if num_targets:
-        edges_warps = (4, 8) if not edges.packed and few_atoms(edges.num_nodes, out.device) else (2, 4)
-        tile = edge_tile(width, out.element_size(), *edges_warps)
-        _rotate_back_sum_kernel[(num_targets,)](
-            z.high,
-            z.unscale,
-            vectors,
-            weight,
-            edges.target_start,
-            out,
-            C=width,
-            BLOCK_E=tile.edges,
-            BLOCK_C=tile.channels,
-            SCALED=z.unscale is not None,
-            M0=z.high.shape[1] == M_BLOCKS[0] * width,
-            num_warps=tile.warps,
-        )
+        present = not edges.packed and few_atoms(edges.num_nodes, out.device)
+        for few in choices(present, (False,) if edges.packed else (False, True)):
+            tile = edge_tile(width, out.element_size(), *((4, 8) if few else (2, 4)))
+            _rotate_back_sum_kernel[(num_targets,)](
+                z.high,
+                z.unscale,
+                vectors,
+                weight,
+                edges.target_start,
+                out,
+                C=width,
+                BLOCK_E=tile.edges,
+                BLOCK_C=tile.channels,
+                SCALED=z.unscale is not None,
+                M0=z.high.shape[1] == M_BLOCKS[0] * width,
+                num_warps=tile.warps,
+            )
     return out
 
 

@@ -16,6 +16,7 @@ is the fastest there. Torch's TF32 switches do not act on any of these products.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +25,8 @@ from torch import Tensor
 
 from . import reference
 from ._check import check_shape
-from ._compile import kernel
-from ._launch import cdiv, hopper_tile, matmul_tile, runs_kernels
+from ._compile import choices, kernel
+from ._launch import MatmulTile, cdiv, hopper_tile, matmul_tile, product_sizes, runs_kernels
 from .groups import RowGroups
 from .operand import (
     HALF_TOP,
@@ -261,6 +262,58 @@ def _library_matmul(x: Operand, weights: BlockWeights, transposed: bool, bias: T
         return torch.cat(parts)
 
 
+def _matmul(
+    x: Operand,
+    w: Operand,
+    shapes: Sequence[tuple[int, int]],
+    out: Operand,
+    tile: MatmulTile,
+    bias: Tensor | None,
+    bound: Tensor | None,
+    row_tiles: Tensor | None,
+    in_place: bool,
+) -> None:
+    """Launch the kernel: multiply x [M, sum K_b], and fill `out` [M, sum N_b].
+
+    Args:
+        w: the operand of all W_b^T or, with `in_place`, of all W_b, of each group a row.
+        shapes: (K_b, N_b) of each block.
+        bias, bound: as for the kernel.
+        row_tiles: group, first and last row + 1 of the tiles of rows; None for weights that all rows share.
+    """
+    (k0, n0), (k1, n1), (k2, n2) = [*shapes, (0, 0), (0, 0)][:3]
+    num_rows = x.high.shape[0]
+    num_row_tiles = cdiv(num_rows, tile.m) if row_tiles is None else row_tiles.shape[1]
+    _block_linear_kernel[(num_row_tiles * sum(cdiv(n, tile.n) for _, n in shapes),)](
+        x.high,
+        x.low,
+        x.unscale,
+        w.high,
+        w.low,
+        w.unscale,
+        bound,
+        w.unscale if bias is None else bias,
+        out.high,
+        out.unscale,
+        num_rows,
+        *((None, None, None) if row_tiles is None else row_tiles),
+        0 if bias is None else n0,
+        *(k0, k1, k2),
+        *(n0, n1, n2),
+        ALIGNED=all(size % 16 == 0 for size in (k0, k1, k2, *((n0, n1, n2) if in_place else ()))),
+        EVEN_K=all(k % tile.k == 0 for k in (k0, k1, k2)),
+        SPLIT=SPLIT_OF_KIND[x.kind],
+        HALF=out.kind == "half",
+        GROUPED=row_tiles is not None,
+        IN_PLACE=in_place,
+        BLOCK_M=tile.m,
+        BLOCK_N=tile.n,
+        BLOCK_K=tile.k,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
 def block_matmul(
     x: Operand,
     weights: BlockWeights,
@@ -295,47 +348,25 @@ def block_matmul(
     out = empty_operand(rows, columns, "half" if half else "single", x.high.device)
     if rows == 0:
         return out
-    rows_a_group = None if groups is None else rows // max(1, groups.num_groups)
-    on_hopper = hopper_tile(rows, shapes, x.kind, x.high.device, rows_a_group if grouped else None)
-    if on_hopper is not None:
-        from .hopper_linear import hopper_matmul  # Gluon is young: nothing else should depend on it
 
-        row_tiles = groups.tiles(on_hopper.m) if grouped else None
-        hopper_matmul(x, w, shapes, out, on_hopper, bias, bound, row_tiles, in_place)
-        return out
-    (k0, n0), (k1, n1), (k2, n2) = shapes + [(0, 0)] * (3 - len(shapes))
-    tile = matmul_tile(rows, max(k0, k1, k2), max(n0, n1, n2), x.kind, x.high.device, rows_a_group)
-    tiles = sum(cdiv(n, tile.n) for _, n in shapes)
-    row_tiles = groups.tiles(tile.m) if grouped else None
-    num_row_tiles = cdiv(rows, tile.m) if row_tiles is None else row_tiles.shape[1]
-    _block_linear_kernel[(num_row_tiles * tiles,)](
-        x.high,
-        x.low,
-        x.unscale,
-        w.high,
-        w.low,
-        w.unscale,
-        bound,
-        w.unscale if bias is None else bias,
-        out.high,
-        out.unscale,
-        rows,
-        *((None, None, None) if row_tiles is None else row_tiles),
-        0 if bias is None else n0,
-        *(k0, k1, k2),
-        *(n0, n1, n2),
-        ALIGNED=all(size % 16 == 0 for size in (k0, k1, k2, *((n0, n1, n2) if in_place else ()))),
-        EVEN_K=all(k % tile.k == 0 for k in (k0, k1, k2)),
-        SPLIT=SPLIT_OF_KIND[x.kind],
-        HALF=half,
-        GROUPED=grouped,
-        IN_PLACE=in_place,
-        BLOCK_M=tile.m,
-        BLOCK_N=tile.n,
-        BLOCK_K=tile.k,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+    def chosen(num_rows: int, rows_a_group: int | None) -> tuple[bool, MatmulTile]:
+        """Whether to multiply on Hopper's own units, and the tile."""
+        device = x.high.device
+        on_hopper = hopper_tile(num_rows, shapes, x.kind, device, rows_a_group if grouped else None)
+        if on_hopper is not None:
+            return True, on_hopper
+        depth, width = (max(sizes) for sizes in zip(*shapes, strict=True))
+        return False, matmul_tile(num_rows, depth, width, x.kind, device, rows_a_group)
+
+    rows_a_group = None if groups is None else rows // max(1, groups.num_groups)
+    others = itertools.starmap(chosen, product_sizes(groups is not None))
+    for on_hopper, tile in choices(chosen(rows, rows_a_group), others):
+        if on_hopper:
+            from .hopper_linear import hopper_matmul as multiply  # Gluon is young: nothing else should depend on it
+        else:
+            multiply = _matmul
+        row_tiles = groups.tiles(tile.m) if grouped else None
+        multiply(x, w, shapes, out, tile, bias, bound, row_tiles, in_place)
     return out
 
 
