@@ -84,6 +84,7 @@ class FastUMACalculator(Calculator):
         """
         super().__init__()
         self._companions: list[weakref.ref[Atoms]] = []
+        self._evaluated: tuple | None = None
         self._configure(
             Settings(
                 model=str(model),
@@ -187,7 +188,10 @@ class FastUMACalculator(Calculator):
         """What changed since the last evaluation, to the bit whatever `tol`. Of `atoms.info`, charge and spin count."""
         if self.atoms is None:
             return list(all_changes)
-        _, *now = self._state(atoms)
+        state = self._state(atoms)
+        if self._evaluated == _key(atoms, state):
+            return []
+        _, *now = state
         states = zip(("charge", "spin"), now, strict=True)
         return _changes(self.atoms, atoms) + [name for name, value in states if self.parameters[name] != value]
 
@@ -226,6 +230,7 @@ class FastUMACalculator(Calculator):
         info = {"charge": charge, "spin": spin}  # for who asks about the last structure: `atoms=None`
         self.atoms = Atoms(numbers=atoms.numbers, positions=atoms.positions, cell=atoms.cell, pbc=atoms.pbc, info=info)
         self.parameters |= {"task": task} | info
+        self._evaluated = key
         self.results = copy.deepcopy(results)
         if "hessian" in properties:
             self.results["hessian"] = self.get_hessian(atoms)
@@ -265,6 +270,7 @@ class FastUMACalculator(Calculator):
     def reset(self) -> None:
         """Forget all results."""
         super().reset()
+        self._evaluated = None
         self._recent: OrderedDict[tuple, Results] = OrderedDict()
 
     def _keep(self, key: tuple, results: Results) -> None:
@@ -432,6 +438,7 @@ class FastUMACalculator(Calculator):
         clone._running = self._running
         clone._said = set(self._said)
         clone.atoms = None if self.atoms is None else self.atoms.copy()
+        clone._evaluated = self._evaluated
         clone.results = copy.deepcopy(self.results, memo)
         clone.parameters = dict(self.parameters)
         return clone
@@ -443,7 +450,7 @@ def _arrays(atoms: Atoms) -> dict[str, np.ndarray]:
 
 
 def _changes(kept: Atoms, atoms: Atoms) -> list[str]:
-    """What differs, to the bit; ASE's comparison within a tolerance goes over each array several times."""
+    """What differs, without a tolerance."""
     before = _arrays(kept)
     return [name for name, array in _arrays(atoms).items() if not np.array_equal(array, before[name])]
 

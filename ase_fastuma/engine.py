@@ -57,9 +57,8 @@ logger = logging.getLogger(__name__)
 _CHUNK_EDGES = 1 << 17
 # Bytes of a pass over many systems: some ten thousand atoms fill any GPU.
 _PASS_BYTES = 12 << 30
-# Bytes for what spares the backward pass products but not whole layers: 1000 atoms then stay within 5 GiB in all. A
-# pack, which fills what is free anyway, may keep a sixteenth of the GPU's memory.
-_KEPT_BYTES = 7 << 29
+# The part of a GPU's memory for what spares the backward pass products but not whole layers.
+_KEPT_SHARE = 1 / 8
 
 # A direction through the plain operations takes as long as so many side by side in the kernels. A first estimate: by
 # operations and bytes 0.35 ms each for C60 on an H200, where the plain ones were measured at 18 ms.
@@ -105,7 +104,7 @@ class FusedBackend:
         """Energies (eV), forces (eV/A), stress (eV/A^3) as float64 arrays; see the interface."""
         # A caller's own no_grad or inference_mode must not reach the derivatives that make the forces.
         with self._on_device(), ieee_products(), torch.inference_mode(False), torch.enable_grad():
-            return self._in_range(system, properties, self._run(system, properties))
+            return self._run(system, properties)
 
     def evaluate_many(self, systems: Sequence[System], properties: frozenset[str]) -> list[dict[str, np.ndarray]]:
         """See `backend.Backend.evaluate_many`. One pass for each task.
@@ -268,7 +267,7 @@ class FusedBackend:
     def _run_pack(self, systems: list[System], properties: frozenset[str]) -> list[dict[str, np.ndarray]]:
         """One pass over systems of one task."""
         if self._plain:
-            return [self._in_range(s, properties, self._run(s, properties)) for s in systems]
+            return [self._run(s, properties) for s in systems]
         pack = self._repeats.of(self, systems)
         ordered = [systems[i] for i in pack.order]
         derivatives = bool(properties & {"forces", "stress"})
@@ -321,7 +320,8 @@ class FusedBackend:
             key = (mixture_key(self._architecture, system), len(system.numbers), derivatives)
             replayed = self._replays.run(key, system, self._device, step)
             flat = self._run_once(key, system, step) if replayed is None else replayed
-        return self._results([system], flat, derivatives, properties)[0]
+        results = self._results([system], flat, derivatives, properties)[0]
+        return results if np.isfinite(flat).all() else self._in_range(system, properties, results)
 
     def _run_once(self, key: Hashable, system: System, step: Step) -> np.ndarray:
         """Evaluate without a recording; the next evaluation of this kind is recorded, if that is one part then."""
@@ -377,24 +377,24 @@ class FusedBackend:
             source=inputs.source,
             target=inputs.target,
             chunks=_chunks(inputs, num_nodes, network.packed),
-            keep=self._keep(inputs.num_edges, network.packed),
+            keep=self._keep(inputs.num_edges),
             cutoff=cutoff,
             num_nodes=num_nodes,
             groups=members.edge_groups,
         )
 
-    def _keep(self, num_edges: int, packed: bool) -> convolution.Keep:
-        """What fits: the first linears' outputs into the memory that is free now, the rest into a fixed amount."""
+    def _keep(self, num_edges: int) -> convolution.Keep:
+        """What fits: the first linears' outputs into the memory that is free now, the rest into a share of all."""
         arch = self._architecture
         itemsize = 2 if self._kind == "half" else self._dtype.itemsize
         numbers = itemsize * num_edges * arch.num_layers
         first = numbers * (NUM_GATES + NUM_COEFFICIENTS) * arch.hidden_channels
         second = first + numbers * NUM_COEFFICIENTS * arch.sphere_channels
         radial = second + numbers * NUM_RADIAL * 2 * arch.sphere_channels
-        free = free_memory(self._device) if self._device.type == "cuda" and num_edges > _CHUNK_EDGES else math.inf
-        room = _KEPT_BYTES
-        if packed and self._device.type == "cuda":
-            room = torch.cuda.get_device_properties(self._device).total_memory // 16
+        free = room = math.inf
+        if self._device.type == "cuda":
+            room = _KEPT_SHARE * torch.cuda.get_device_properties(self._device).total_memory
+            free = free_memory(self._device) if num_edges > _CHUNK_EDGES else math.inf
         return convolution.Keep(first < 0.4 * free, second <= room, radial <= room)
 
     def _atomic_energies(

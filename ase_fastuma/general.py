@@ -136,7 +136,7 @@ class GeneralBackend:
         system.check_distinct()
         model = self._model([system])
         _request(model, frozenset({"energy"}))
-        positions = torch.tensor(system.positions, device=self._device)
+        positions = torch.tensor(system.wrapped, device=self._device)
 
         def energy(displacements: torch.Tensor) -> torch.Tensor:
             data = _data([system], self._dtype).to(self._device)
@@ -286,7 +286,7 @@ def _data(systems: Sequence[System], dtype: torch.dtype) -> Any:
 
     sizes = torch.tensor([len(system.numbers) for system in systems])
     return AtomicData(
-        pos=torch.tensor(np.concatenate([system.positions for system in systems]), dtype=dtype),
+        pos=torch.tensor(np.concatenate([system.wrapped for system in systems]), dtype=dtype),
         atomic_numbers=torch.tensor(np.concatenate([system.numbers for system in systems])),
         cell=torch.tensor(np.stack([system.cell for system in systems]), dtype=dtype),
         pbc=torch.tensor(np.stack([system.pbc for system in systems])),

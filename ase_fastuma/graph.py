@@ -23,7 +23,7 @@ class Graph:
     | field | type | meaning |
     |---|---|---|
     | numbers | int64 [N] | atomic numbers |
-    | positions | float64 [N, 3] | wrapped positions, A |
+    | positions | float64 [N, 3] | A, as given |
     | cell | float64 [3, 3] | rows are the completed lattice vectors, A |
     | edges | NeighbourList | source, target, shift, vectors and both segment orders; its docstring has the table |
     """

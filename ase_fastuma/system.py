@@ -19,6 +19,7 @@ MAX_ATOMIC_NUMBER = 99  # the embeddings of these models have 100 rows, the firs
 CHARGES = (-100, 100)  # the range of the charge embedding
 SPINS = (0, 100)
 
+_REVERSED = np.array([[1.0], [1.0], [-1.0]])
 # Cell vectors shorter than this (A), or closer to the plane of the others, span no cell.
 _FLAT = 1e-3
 COINCIDENT = 1e-3
@@ -32,7 +33,7 @@ class System:
     | field | type | meaning |
     |---|---|---|
     | numbers | int64 [N] | atomic numbers, 1 to 99 |
-    | positions | float64 [N, 3] | A; wrapped along periodic axes, centred along open ones |
+    | positions | float64 [N, 3] | A, as given |
     | cell | float64 [3, 3] | A, rows are vectors; right-handed, open axes completed (see `from_atoms`) |
     | pbc | bool [3] | which axes are periodic |
     | task | str | task of the checkpoint |
@@ -69,6 +70,15 @@ class System:
         return system
 
     @cached_property
+    def wrapped(self) -> np.ndarray:
+        """Positions inside the cell: moved by lattice vectors along periodic axes, centred along open ones."""
+        scaled = self.positions @ np.linalg.inv(self.cell)
+        inside = scaled - np.floor(scaled)
+        inside[inside == 1.0] = 0.0  # a tiny negative number
+        centred = scaled + (0.5 - (scaled.min(axis=0) + scaled.max(axis=0)) / 2)
+        return np.where(self.pbc, inside, centred) @ self.cell
+
+    @cached_property
     def composition(self) -> tuple[tuple[int, int], ...]:
         """Reduced composition as (atomic number, count) pairs: equal for a cell and its supercells."""
         counts = np.bincount(self.numbers).tolist()
@@ -93,7 +103,7 @@ class System:
     def check_distinct(self) -> None:
         """Raise ValueError, naming both atoms, where two atoms coincide (periodic images included)."""
         height = self.heights
-        scaled = np.linalg.solve(self.cell.T, self.positions.T).T
+        scaled = np.linalg.solve(self.cell.T, self.wrapped.T).T
         # Periodic axes become circles, so that atoms on both sides of a face are neighbours; lengths stay near true.
         angle = 2 * np.pi * scaled[:, self.pbc]
         radius = height[self.pbc] / (2 * np.pi)
@@ -138,7 +148,23 @@ def _fault(atoms: Atoms, charge: int, spin: int) -> ValueError | None:
     return None
 
 
-class _Arrays(NamedTuple):
+class _Lattices(NamedTuple):
+    """Volumes of cells [S], negative of left-handed ones, and distances between their opposite faces [S, 3]."""
+
+    volumes: np.ndarray
+    heights: np.ndarray
+
+    @classmethod
+    def of(cls, cells: np.ndarray) -> _Lattices:
+        """Of cells [S, 3, 3]; NaN where a cell spans nothing."""
+        volumes = np.linalg.det(cells)
+        areas = np.linalg.norm(_cross(cells[:, [1, 2, 0]], cells[:, [2, 0, 1]]), axis=2)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return cls(volumes, np.abs(volumes)[:, None] / areas)
+
+
+@dataclass(frozen=True)
+class _Arrays:
     """S structures, none of them empty, with N atoms in all, one after another: as they came."""
 
     numbers: np.ndarray  # [N]
@@ -163,25 +189,21 @@ class _Arrays(NamedTuple):
     def _atoms(self, i: int) -> slice:
         return slice(self.starts[i], self.starts[i] + self.sizes[i])
 
-    def _spread(self, values: np.ndarray) -> np.ndarray:
-        """Values of systems [S, ...] for each atom [N, ...], or [1, ...]."""
-        return values if len(self.sizes) == 1 else np.repeat(values, self.sizes, axis=0)
+    @cached_property
+    def lattices(self) -> _Lattices:
+        """Of the cells as they came."""
+        return _Lattices.of(self.cells)
 
     def faults(self) -> dict[int, ValueError]:
         """What is wrong with which structure. Those that may be at fault are looked at one by one."""
         axes = self.pbc.sum(axis=1)
-        doubtful = (axes == 1) | (axes == 2)
-        if (axes == 3).any():
-            vectors = self.cells[axes == 3]
-            length = np.linalg.norm(vectors, axis=2)
-            area = np.linalg.norm(_cross(vectors[:, 0], vectors[:, 1]), axis=1)
-            with np.errstate(divide="ignore", invalid="ignore"):
-                own = np.column_stack([length, area / length[:, 0], np.abs(np.linalg.det(vectors)) / area])
-                doubtful[axes == 3] = ~(own > 2 * _FLAT).all(axis=1)  # NaN too
-        known = (self.numbers >= 1) & (self.numbers <= MAX_ATOMIC_NUMBER)
-        sound = known & np.isfinite(self.positions).all(axis=1)
-        if not sound.all():
-            doubtful |= ~np.logical_and.reduceat(sound, self.starts)
+        # A vector of its own has every axis that is far from the plane of the others. NaN is not.
+        doubtful = (axes > 0) & ~((axes == 3) & (self.lattices.heights > 2 * _FLAT).all(axis=1))
+        if not (
+            self.numbers.min() >= 1 and self.numbers.max() <= MAX_ATOMIC_NUMBER and np.isfinite(self.positions).all()
+        ):
+            known = (self.numbers >= 1) & (self.numbers <= MAX_ATOMIC_NUMBER)
+            doubtful |= ~np.logical_and.reduceat(known & np.isfinite(self.positions).all(axis=1), self.starts)
         found = {}
         for i in np.flatnonzero(doubtful).tolist():
             try:
@@ -193,15 +215,23 @@ class _Arrays(NamedTuple):
 
     def prepared(self, cutoff: float, states: Sequence[tuple[str, int, int]]) -> list[System]:
         """The systems, of structures without faults."""
-        cells = self._completed(cutoff)
-        volumes = np.linalg.det(cells)
-        cells[volumes < 0, 2] *= -1  # where nothing was completed: a completed cell is right-handed
-        volumes = np.abs(volumes)
-        faces = _cross(cells[:, [1, 2, 0]], cells[:, [2, 0, 1]])
-        heights = volumes[:, None] / np.linalg.norm(faces, axis=2)
-        positions = self._wrapped(cells)
+        cells, lattices = self.cells, self.lattices
+        if not self.pbc.all():
+            cells = self._completed(cutoff)
+            lattices = _Lattices.of(cells)
+        # A completed cell is right-handed; of others one vector is reversed.
+        cells = np.where((lattices.volumes < 0)[:, None, None], _REVERSED * cells, cells)
+        volumes = np.abs(lattices.volumes)
         return [
-            System(self.numbers[atoms], positions[atoms], cells[i], self.pbc[i], *state, float(volumes[i]), heights[i])
+            System(
+                self.numbers[atoms],
+                self.positions[atoms],
+                cells[i],
+                self.pbc[i],
+                *state,
+                float(volumes[i]),
+                lattices.heights[i],
+            )
             for i, state in enumerate(states)
             for atoms in [self._atoms(i)]
         ]
@@ -218,15 +248,6 @@ class _Arrays(NamedTuple):
             cells[i] = _complete(self.cells[i], self.pbc[i], self.positions[self._atoms(i)], cutoff)
         return cells
 
-    def _wrapped(self, cells: np.ndarray) -> np.ndarray:
-        """Atoms moved into the cell along periodic axes, centred along open ones: in float64, before any cast."""
-        scaled = _combine(self.positions, self._spread(np.linalg.inv(cells)))
-        inside = scaled - np.floor(scaled)
-        inside[inside == 1.0] = 0.0  # a tiny negative number
-        centre = (np.minimum.reduceat(scaled, self.starts) + np.maximum.reduceat(scaled, self.starts)) / 2
-        centred = scaled + self._spread(0.5 - centre)
-        return _combine(np.where(self._spread(self.pbc), inside, centred), self._spread(cells))
-
 
 def _cross(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """[..., 3] x [..., 3]; np.cross is slow for a few vectors."""
@@ -234,11 +255,6 @@ def _cross(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     for i, j, k in ((0, 1, 2), (1, 2, 0), (2, 0, 1)):
         found[..., i] = a[..., j] * b[..., k] - a[..., k] * b[..., j]
     return found
-
-
-def _combine(coefficients: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """coefficients [N, 3] @ rows [N, 3, 3] (or [1, 3, 3]), each by its own, whatever N."""
-    return sum(coefficients[:, i : i + 1] * rows[:, i] for i in range(3))
 
 
 def _check_atoms(numbers: np.ndarray, positions: np.ndarray) -> None:

@@ -16,7 +16,7 @@ row can neither overflow nor lose their small entries, whatever the row's magnit
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,7 +178,10 @@ def ieee_products() -> Iterator[None]:
             changed.append((place, place.fp32_precision))
             place.fp32_precision = "ieee"
     try:
-        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+        with ExitStack() as stack:
+            for device in ("cuda", "cpu"):
+                if torch.is_autocast_enabled(device):  # to leave it takes longer than to ask
+                    stack.enter_context(torch.autocast(device, enabled=False))
             yield
     finally:
         for place, precision in changed:

@@ -30,7 +30,8 @@ def test_geometry(pbc: tuple[int, int, int]) -> None:
     system = prepare(atoms)
     assert np.linalg.det(system.cell) > 0
     assert system.volume == pytest.approx(np.linalg.det(system.cell))
-    scaled = np.linalg.solve(system.cell.T, system.positions.T).T
+    np.testing.assert_array_equal(system.positions, atoms.positions)
+    scaled = np.linalg.solve(system.cell.T, system.wrapped.T).T
     assert (scaled > -1e-12).all()
     assert (scaled < 1 + 1e-12).all()
     periodic = np.flatnonzero(pbc)
@@ -42,7 +43,7 @@ def test_geometry(pbc: tuple[int, int, int]) -> None:
         length = np.linalg.norm(system.cell[axis])
         assert length * (1 - np.ptp(scaled[:, axis])) > 2 * CUTOFF
     # Atoms moved by lattice vectors of periodic axes only, and by one common shift.
-    moved = system.positions - atoms.positions
+    moved = system.wrapped - atoms.positions
     steps = np.linalg.solve(system.cell.T, (moved - moved[0]).T).T
     np.testing.assert_allclose(steps[:, periodic], np.round(steps[:, periodic]), atol=1e-9)
     np.testing.assert_allclose(np.delete(steps, periodic, axis=1), 0, atol=1e-9)
@@ -52,7 +53,7 @@ def test_geometry(pbc: tuple[int, int, int]) -> None:
 
 def test_a_tiny_negative_coordinate_is_inside() -> None:
     system = prepare(Atoms("Cu", [[-1e-18, 0, 0]], cell=[3, 3, 3], pbc=True))
-    np.testing.assert_array_equal(system.positions, np.zeros((1, 3)))
+    np.testing.assert_array_equal(system.wrapped, np.zeros((1, 3)))
 
 
 def test_composition_is_reduced() -> None:
