@@ -85,6 +85,7 @@ class FastUMACalculator(Calculator):
         super().__init__()
         self._companions: list[weakref.ref[Atoms]] = []
         self._evaluated: tuple | None = None
+        self.use_cache = False  # of ASE, which would copy every structure once more
         self._configure(
             Settings(
                 model=str(model),
@@ -231,7 +232,7 @@ class FastUMACalculator(Calculator):
         self.atoms = Atoms(numbers=atoms.numbers, positions=atoms.positions, cell=atoms.cell, pbc=atoms.pbc, info=info)
         self.parameters |= {"task": task} | info
         self._evaluated = key
-        self.results = copy.deepcopy(results)
+        self.results = {name: copy.copy(value) for name, value in results.items()}
         if "hessian" in properties:
             self.results["hessian"] = self.get_hessian(atoms)
 
@@ -429,6 +430,7 @@ class FastUMACalculator(Calculator):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Calculator.__init__(self)
+        self.use_cache = False
         self._companions = []
         self._configure(state["settings"])
 

@@ -91,7 +91,6 @@ class FusedBackend:
 
     # ------------------------------------------------------------------------------------------------ the interface
 
-    @torch.inference_mode(False)
     def prepare(self, system: System) -> None:
         """Merge the experts for the system and tabulate its radial networks; both are kept."""
         with self._on_device():
@@ -102,8 +101,7 @@ class FusedBackend:
 
     def evaluate(self, system: System, properties: frozenset[str]) -> dict[str, np.ndarray]:
         """Energies (eV), forces (eV/A), stress (eV/A^3) as float64 arrays; see the interface."""
-        # A caller's own no_grad or inference_mode must not reach the derivatives that make the forces.
-        with self._on_device(), ieee_products(), torch.inference_mode(False), torch.enable_grad():
+        with self._on_device():
             return self._run(system, properties)
 
     def evaluate_many(self, systems: Sequence[System], properties: frozenset[str]) -> list[dict[str, np.ndarray]]:
@@ -285,7 +283,7 @@ class FusedBackend:
 
     def step_pack(self, pack: Pack, inputs: EdgeInputs, members: Members, derivatives: bool) -> Tensor:
         """`_step` for a pack with its edges. A single system that does not fit into a pass runs in parts."""
-        with self._on_device(), ieee_products(), torch.inference_mode(False), torch.enable_grad():
+        with self._on_device():
             edges = inputs.num_edges
             if len(pack.order) == 1 and edges > _CHUNK_EDGES and self._edge_bytes * edges > self.capacity():
                 system = pack.mixtures[0].system
@@ -303,6 +301,7 @@ class FusedBackend:
         silent = self._kind in ("split", "half") or len(pack.mixtures) == 1
         return small and silent and self._device.type == "cuda"
 
+    @torch.inference_mode(False)
     def _inputs(self, system: System) -> EdgeInputs:
         arch = self._architecture
         graph = build_graph(system, arch.cutoff, arch.max_neighbors, self._device)
@@ -331,6 +330,10 @@ class FusedBackend:
             self._replays.saw(key, inputs.num_edges)
         return flat
 
+    # A caller's own no_grad or inference_mode must not reach the derivatives that make the forces.
+    @ieee_products()
+    @torch.inference_mode(False)
+    @torch.enable_grad()
     def _step(self, network: Network, members: Members, derivatives: bool, inputs: EdgeInputs) -> Tensor:
         """All work on the device, in one float64 tensor: energies [N]; if wanted, forces [N, 3] and virials [S, 3, 3].
 
@@ -477,7 +480,9 @@ class FusedBackend:
         task, sizes = self._checkpoint.tasks[systems[0].task], [len(system.numbers) for system in systems]
         starts = [0, *itertools.accumulate(sizes)]
         num_atoms, flat = starts[-1], flat * task.rmsd
-        energies = flat[:num_atoms] + np.repeat(task.mean / np.array(sizes), sizes)
+        energies = flat[:num_atoms]
+        if task.mean:
+            energies += np.repeat(task.mean / np.array(sizes), sizes)
         if task.element_references is not None:
             energies += task.element_references[np.concatenate([system.numbers for system in systems])]
         totals = np.add.reduceat(energies, starts[:-1])

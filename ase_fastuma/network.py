@@ -18,6 +18,7 @@ from ase_fastuma.kernels.convolution import ConvolutionWeights, S2Grid
 from ase_fastuma.kernels.layout import LMAX, M_MAJOR
 from ase_fastuma.kernels.linear import BlockWeights, block_weights
 from ase_fastuma.kernels.mixture import ExpertBlocks, mixed_weights
+from ase_fastuma.kernels.operand import ieee_products
 from ase_fastuma.kernels.radial import Radial
 from ase_fastuma.radials import Radials
 
@@ -134,6 +135,8 @@ class Networks:
     def _router(self) -> Router:
         return Router(self._checkpoint.state, self._architecture)
 
+    @ieee_products()
+    @torch.inference_mode(False)
     def _build(self, mixtures: tuple[Mixture, ...], packed: bool) -> Network:
         systems, state, arch = [m.system for m in mixtures], self._loaded(), self._architecture
         embeddings = [self._router.embedding(system) for system in systems]

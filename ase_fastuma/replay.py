@@ -177,10 +177,10 @@ class Replays:
         else:
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
-            room = capacity(entry.last)
-            recording = _Recording(len(system.numbers), room, self._cutoff, device, self._pool)
-            recording.fill(system)
-            recording.record(step)
+            with torch.inference_mode(False):
+                recording = _Recording(len(system.numbers), capacity(entry.last), self._cutoff, device, self._pool)
+                recording.fill(system)
+                recording.record(step)
             entry.recordings = [*entry.recordings[-3:], recording]
         out = recording.run()
         num_edges, most, shortest = out[-3:]

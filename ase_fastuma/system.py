@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -156,11 +156,20 @@ class _Lattices(NamedTuple):
 
     @classmethod
     def of(cls, cells: np.ndarray) -> _Lattices:
-        """Of cells [S, 3, 3]; NaN where a cell spans nothing."""
-        volumes = np.linalg.det(cells)
-        areas = np.linalg.norm(_cross(cells[:, [1, 2, 0]], cells[:, [2, 0, 1]]), axis=2)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return cls(volumes, np.abs(volumes)[:, None] / areas)
+        """Of cells [S, 3, 3]; NaN where a cell spans nothing. The last are kept: most structures keep their cell."""
+        return _lattices(cells.tobytes())
+
+
+@lru_cache(maxsize=16)
+def _lattices(cells: bytes) -> _Lattices:
+    vectors = np.frombuffer(cells).reshape(-1, 3, 3)
+    volumes = np.linalg.det(vectors)
+    areas = np.linalg.norm(_cross(vectors[:, [1, 2, 0]], vectors[:, [2, 0, 1]]), axis=2)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = _Lattices(volumes, np.abs(volumes)[:, None] / areas)
+    for array in found:
+        array.flags.writeable = False
+    return found
 
 
 @dataclass(frozen=True)
