@@ -7,10 +7,13 @@ polynomial, and the backward pass of that, come from its forward pass alone, and
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+
+from ._schedule import few_live
 
 Summand = tuple  # (c, a) or (c, a, b): constant, values
 
@@ -115,14 +118,17 @@ class Program:
                 visit(v)
         return list(order)
 
+    def sums(self, outputs: Iterable[int | None]) -> dict[int, tuple[Summand, ...]]:
+        """The values that outputs are made of but inputs, each after those it is made of."""
+        needed = ((v, self._values[v]) for v in self._needed(outputs))
+        return {v: value for v, value in needed if not isinstance(value, str)}
+
     def operations(self, outputs: Iterable[int | None]) -> int:
         """Multiply-add-type instructions to compute the outputs."""
         count = 0
-        for v in self._needed(outputs):
-            value = self._values[v]
-            if not isinstance(value, str):
-                count += sum(2 if len(t) == 3 and abs(t[0]) != 1.0 else 1 for t in value)
-                count -= any(len(t) == 2 and t[0] == 1.0 for t in value)  # a sum starts from it at no cost
+        for value in self.sums(outputs).values():
+            count += sum(2 if len(t) == 3 and abs(t[0]) != 1.0 else 1 for t in value)
+            count -= any(len(t) == 2 and t[0] == 1.0 for t in value)  # a sum starts from it at no cost
         return count
 
     def names(self, outputs: Iterable[int | None]) -> list[str]:
@@ -138,10 +144,24 @@ class Program:
         values = (self._values[v] for v in self._needed(outputs))
         return {value for value in values if isinstance(value, str)}
 
-    def code(self, outputs: Sequence[int | None]) -> tuple[dict[str, float], list[str]]:
-        """Constants by name, and statements that compute the outputs from the inputs and those constants."""
+    def code(
+        self,
+        outputs: Sequence[int | None],
+        on_demand: Iterable[int] = (),
+        sums: Mapping[str, int | None] | None = None,
+    ) -> tuple[dict[str, float], list[str]]:
+        """Constants by name, and statements that compute the outputs from the inputs and those constants.
+
+        Summands stand in an order with few live values (:mod:`._schedule`): a compiler stays close enough to it that
+        registers follow. Inputs `on_demand` take none before they are read. Outputs are added to the variables that
+        `sums` names as soon as they are known.
+        """
         constants: dict[float, str] = {}
-        lines = []
+        lines: list[str] = []
+        added: dict[int, list[str]] = {}
+        for name, v in (sums or {}).items():
+            if v is not None:
+                added.setdefault(v, []).append(name)
 
         def written(summand: Summand) -> str:
             c, *values = summand
@@ -151,11 +171,16 @@ class Program:
                 product = f"{name} * {product}"
             return f"- {product}" if c < 0 else f"+ {product}"
 
-        for v in self._needed(outputs):
-            value = self._values[v]
-            if isinstance(value, str):
-                continue
+        values = self.sums(outputs)
+        lasting = {v for v in outputs if v is not None} - added.keys()
+        left = {v: len(value) for v, value in values.items()}
+        for v, group in itertools.groupby(few_live(values, lasting, set(on_demand)), key=lambda place: place[0]):
             # A bare value first, so that every later summand is one fused multiply-add.
-            products = [written(t) for t in sorted(value, key=lambda t: (len(t) != 2 or t[0] != 1.0, t[0] < 0))]
-            lines.append(f"v{v} = " + " ".join(products).removeprefix("+ "))
+            summands = sorted((values[v][i] for _, i in group), key=lambda t: (len(t) != 2 or t[0] != 1.0, t[0] < 0))
+            so_far = [self._name(v)] if left[v] < len(values[v]) else []
+            lines.append(f"{self._name(v)} = " + " ".join([*so_far, *map(written, summands)]).removeprefix("+ "))
+            left[v] -= len(summands)
+            if not left[v]:
+                lines += [f"{name} += {self._name(v)}" for name in added.pop(v, [])]
+        lines += [f"{name} += {self._name(v)}" for v, names in added.items() for name in names]  # inputs
         return {name: c for c, name in constants.items()}, lines

@@ -168,7 +168,7 @@ def _sum_walks_kernel(
 
 def walk_registers(terms: int) -> int:
     """Most registers a lane of a walk in float32, by polynomials: for as many warps at once as do without spills."""
-    return 128 if terms <= 16 else 168 if terms <= 32 else 255
+    return 96 if terms <= 16 else 168 if terms <= 32 else 255
 
 
 def warps_at_once(registers: int) -> int:
@@ -331,7 +331,7 @@ class _Kernels:
         """A kernel from rows and weights to rows, one lane a node and channel; for `whole` see `_store_rows`."""
         outputs = [v for values in writes.values() for v in values]
         used = self._program.used(outputs)
-        constants, body = self._program.code(outputs)
+        constants, body = self._program.code(outputs, self._w)
         values = self._program.names(outputs)
         lines = [
             "T: tl.constexpr = x.dtype.element_ty",
@@ -364,9 +364,9 @@ class _Kernels:
         """
         outputs = gradients + [v for values in writes.values() for v in values]
         used = self._program.used(outputs) & {f"w{k}" for k in range(len(self._w))}
-        constants, body = self._program.code(outputs)
-        values = self._program.names(outputs)
         sums = [f"sum{k}" for k in range(len(gradients))]
+        constants, body = self._program.code(outputs, self._w, dict(zip(sums, gradients, strict=True)))
+        values = self._program.names(outputs)[len(sums) :]
         loop = [
             "node = tl.load(groups + i).to(tl.int64)",
             "own = tl.load(groups + num_nodes + i)",
@@ -375,9 +375,7 @@ class _Kernels:
             *(line for read in reads for line in _load_rows(self._rows(read), self.layout)),
             *(self._load_weights(used) if used else []),
             *body,
-            *(f"{total} += {value}" for total, value in zip(sums, values, strict=False)),
         ]
-        del values[: len(sums)]
         for write in writes:
             size = sum(self._rows(write).blocks)
             loop += _store_rows(self._rows(write), values[:size], self.layout, whole=True)  # of one warp
