@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -98,11 +98,10 @@ _FEW_ROWS, _MANY_ROWS = 2047, 16384
 _HEIGHTS = (64, 128, 256)
 
 
-@functools.cache
-def product_sizes(in_groups: bool) -> tuple[tuple[int, int | None], ...]:
+def product_sizes(in_groups: bool) -> Iterator[tuple[int, int | None]]:
     """Rows, and rows a group (else None), of products that have all tiles between them that those of any size have."""
     rows_a_group = (1, *(3 * height for height in _HEIGHTS)) if in_groups else (None,)
-    return tuple(itertools.product((1, _FEW_ROWS + 1, _MANY_ROWS + 1), rows_a_group))
+    return itertools.product((1, _FEW_ROWS + 1, _MANY_ROWS + 1), rows_a_group)
 
 
 def matmul_tile(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import standin as standin_module
 import torch
 from ase import Atoms
 from ase_fastuma.kernels import _compile, _launch, edge, geometry, linear
+from ase_fastuma.kernels.groups import RowGroups
 from edge_graphs import random_edges
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
@@ -24,11 +26,15 @@ from ase_fastuma.replay import EdgeInputs
 from ase_fastuma.settings import Settings
 from ase_fastuma.system import System
 
-GPU, PROCESSORS = torch.device("cuda", 0), 132
-CHUNK = 20_000
-SIZES = [(2, 1), (3, 6), (31, 1000), (108, 3001), (600, 5003), (40, 17_001), (2100, 9000), (17_000, 17_003)]
-"""Atoms and edges: few of both, few and many programs of one atom, heights of tiles, odd numbers and round ones."""
-CHARGES = [(0,), (0, 1), (0, 1, 2)]
+GPU = torch.device("cuda", 0)
+FEW_ROWS, MANY_ROWS, PROCESSORS, CHUNK = 20, 160, 2, 250
+"""What sets sizes apart, a hundredth of what it is."""
+SIZES = [(2, 1), (7, 31), (16, 48), (30, 161), (170, 173)]
+"""Atoms and edges: few and many for programs and for tiles, odd numbers and round ones."""
+PARTS = [(7, 300), (41, 601)]
+"""The same where edges are worked on in parts, unless systems are packed."""
+PRECISIONS = ["accurate", "fast"]
+MIXTURES = (1, 4)
 PARTS = [(100, 45_001), (700, 60_000)]
 """The same where edges are worked on in parts."""
 
@@ -77,10 +83,12 @@ def asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         return lambda *args: function(*(GPU if isinstance(a, torch.device) else a for a in args))
 
     monkeypatch.setattr(_launch, "_is_hopper", lambda _: request.param)
+    monkeypatch.setattr(_launch, "_FEW_ROWS", FEW_ROWS)
+    monkeypatch.setattr(_launch, "_MANY_ROWS", MANY_ROWS)
     monkeypatch.setattr(_launch, "_processors", lambda _: PROCESSORS)
     monkeypatch.setattr(_launch, "shared_memory_per_block", lambda _: (227 if request.param else 99) * 1024)
     for module in (edge, linear):
-        for name in ("few_atoms", "segment_parts", "atom_sizes", "hopper_tile", "matmul_tile"):
+        for name in ("few_atoms", "hopper_tile", "matmul_tile"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, on_gpu(getattr(module, name)))
     monkeypatch.setattr(geometry, "runs_kernels", lambda _: False)
@@ -101,16 +109,64 @@ def copper(charge: int) -> System:
     return System.from_atoms(Atoms("Cu"), "omol", charge, 1, 5.0)
 
 
-@pytest.mark.parametrize("derivatives", [False, True])
-@pytest.mark.parametrize("precision", ["accurate", "fast"])
-@pytest.mark.parametrize("first", [SIZES[0], SIZES[5], PARTS[0]], ids=["few", "many", "parts"])
-def test_other_sizes(asked, checkpoint, first, precision, derivatives):
+def members(mixtures: int, num_nodes: int, num_edges: int) -> Members:
+    """Of a pack with a system for each mixture."""
+    atoms, edges = ([total * i // mixtures for i in range(mixtures + 1)] for total in (num_nodes, num_edges))
+    lengths = torch.tensor(atoms).diff()
+    return Members(
+        charge=torch.zeros(mixtures, 1, dtype=torch.int64),
+        spin=torch.ones(mixtures, 1, dtype=torch.int64),
+        lengths=lengths,
+        mixture=torch.arange(mixtures).repeat_interleave(lengths),
+        edge_groups=RowGroups(edges, lengths.device),
+        atom_rows=RowGroups([0, num_nodes], lengths.device),
+    )
+
+
+@pytest.mark.parametrize("kind", ["split", "half"])
+@pytest.mark.parametrize("hopper", [False, True])
+@pytest.mark.parametrize("in_groups", [False, True])
+def test_tiles_of_all_sizes(monkeypatch, hopper, in_groups, kind):
+    monkeypatch.setattr(_launch, "_is_hopper", lambda _: hopper)
+    for shared_memory in (99, 163, 227):
+        monkeypatch.setattr(_launch, "shared_memory_per_block", lambda _, size=shared_memory: size * 1024)
+        for shape in ((128, 1536), (128, 128), (768, 640), (1536, 128), (2304, 12)):
+
+            def tile(rows: int, rows_a_group: int | None, shape: tuple[int, int] = shape) -> _launch.MatmulTile:
+                on_hopper = _launch.hopper_tile(rows, [shape], kind, GPU, rows_a_group)
+                return on_hopper or _launch.matmul_tile(rows, *shape, kind, GPU, rows_a_group)
+
+            rows = [*range(1, 1000, 3), *range(1000, 20_000, 500), 2047, 2048, 16_384, 16_385]
+            groups = [1, 2, 5, 20, 21, 22, 50, 64, 1000] if in_groups else [None]
+            found = {tile(n, g and n // g) for n in rows for g in groups}
+            assert found == set(itertools.starmap(tile, _launch.product_sizes(in_groups)))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("first", "derivatives"),
+    [(SIZES[0], True), (PARTS[0], True), (SIZES[0], False)],
+    ids=["few", "parts", "no derivatives"],
+)
+def test_systems_of_all_sizes(asked, checkpoint, first, precision, derivatives):
     engine = FusedBackend(checkpoint, Settings(device="cpu", precision=precision))
-    network, members = engine._networks.of(copper(0)), Members(0, 1)
+    network = engine._networks.of(copper(0))
     asked.launched.clear()
-    engine._step(network, members, derivatives, inputs(*first))
+    engine._step(network, Members(0, 1), derivatives, inputs(*first))
     compiled = set(asked.dry)
     for size in [first, *SIZES, *PARTS]:
-        engine._step(network, members, derivatives, inputs(*size))
-        missing = asked.launched - compiled
-        assert not missing, (size, sorted(missing))
+        engine._step(network, Members(0, 1), derivatives, inputs(*size))
+        assert not asked.launched - compiled, size
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_packs_of_all_sizes(asked, checkpoint, precision):
+    engine = FusedBackend(checkpoint, Settings(device="cpu", precision=precision))
+    networks = {n: engine.weights_of(engine.pack([copper(charge) for charge in range(n)])) for n in MIXTURES}
+    asked.launched.clear()
+    compiled: set[tuple] = set()
+    sizes = [(n, *size) for size in [*SIZES, (50, 2000)] for n in MIXTURES if n <= size[0]]
+    for mixtures, *size in sizes:
+        engine._step(networks[mixtures], members(mixtures, *size), True, inputs(*size))
+        compiled = compiled or set(asked.dry)
+        assert not asked.launched - compiled, (mixtures, size)
