@@ -84,7 +84,7 @@ class FusedBackend:
         self._networks = Networks(checkpoint, self._device, self._kind, tables=not self._plain)
         # What kernels depend on but for the model, whatever the size: which evaluations have had theirs compiled.
         self._compiled: set[tuple[bool, bool, bool]] = set()
-        self._compiled_hessians: set[tuple[int, int]] = set()
+        self._compiled_hessians = False
         self._hessians = curvature.Recordings()
         self._replays = Replays(self._architecture.cutoff, self._architecture.max_neighbors)
         self._repeats = Repeats(self._architecture)
@@ -184,9 +184,8 @@ class FusedBackend:
             energy = self._atomic_energies(network, members, geometry, vectors, inputs.numbers, trace).sum()
             return curvature.hessian(energy, trace, network, geometry, inputs, directions, slices)
 
-        kernels = (len(directions).bit_length(), inputs.num_edges.bit_length())
-        if kernels not in self._compiled_hessians:
-            self._compiled_hessians.add(kernels)
+        if not self._compiled_hessians:
+            self._compiled_hessians = True
             with dry_run():
                 work()
         return work()

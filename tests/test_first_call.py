@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from ase_fastuma import curvature
 from ase_fastuma import engine as engine_module
 from ase_fastuma.checkpoint import Checkpoint, load_checkpoint
 from ase_fastuma.engine import FusedBackend
@@ -28,15 +29,13 @@ from ase_fastuma.system import System
 
 GPU = torch.device("cuda", 0)
 FEW_ROWS, MANY_ROWS, PROCESSORS, CHUNK = 20, 160, 2, 250
-"""What sets sizes apart, a hundredth of what it is."""
-SIZES = [(2, 1), (7, 31), (16, 48), (30, 161), (170, 173)]
+"""What sets sizes apart, a hundredth of what it is and less."""
+SIZES = [(2, 1), (1, 0), (7, 31), (16, 48), (30, 161), (170, 173)]
 """Atoms and edges: few and many for programs and for tiles, odd numbers and round ones."""
 PARTS = [(7, 300), (41, 601)]
 """The same where edges are worked on in parts, unless systems are packed."""
 PRECISIONS = ["accurate", "fast"]
 MIXTURES = (1, 4)
-PARTS = [(100, 45_001), (700, 60_000)]
-"""The same where edges are worked on in parts."""
 
 
 @pytest.fixture(scope="module")
@@ -170,3 +169,18 @@ def test_packs_of_all_sizes(asked, checkpoint, precision):
         engine._step(networks[mixtures], members(mixtures, *size), True, inputs(*size))
         compiled = compiled or set(asked.dry)
         assert not asked.launched - compiled, (mixtures, size)
+
+
+@pytest.mark.parametrize("first", [(2, 1, 1), (12, 201, 36)], ids=["few", "parts"])
+def test_hessians_of_all_sizes(asked, checkpoint, monkeypatch, first):
+    monkeypatch.setattr(curvature, "_ROWS", 700)
+    monkeypatch.setattr(curvature, "_EDGES", 90)
+    engine = FusedBackend(checkpoint, Settings(device="cpu", precision="accurate"))
+    network = engine._networks.of(copper(0))
+    asked.launched.clear()
+    compiled: set[tuple] = set()
+    for num_nodes, num_edges, num_directions in [first, (2, 5, 6), (7, 31, 21), (12, 201, 36), (40, 400, 5)]:
+        directions = torch.zeros(num_directions, num_nodes, 3)
+        engine._curvature(network, Members(0, 1), directions, inputs(num_nodes, num_edges))
+        compiled = compiled or set(asked.dry)
+        assert not asked.launched - compiled, (num_nodes, num_edges, num_directions)
