@@ -37,6 +37,10 @@ PARTS = [(7, 300), (41, 601)]
 PRECISIONS = ["accurate", "fast"]
 MIXTURES = (1, 4)
 
+interpreted = pytest.mark.skipif(
+    not _launch.INTERPRETED, reason="engines on the CPU have kernels if TRITON_INTERPRET=1"
+)
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
@@ -141,6 +145,7 @@ def test_tiles_of_all_sizes(monkeypatch, hopper, in_groups, kind):
             assert found == set(itertools.starmap(tile, _launch.product_sizes(in_groups)))
 
 
+@interpreted
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
     ("first", "derivatives"),
@@ -155,9 +160,11 @@ def test_systems_of_all_sizes(asked, checkpoint, first, precision, derivatives):
     compiled = set(asked.dry)
     for size in [first, *SIZES, *PARTS]:
         engine._step(network, Members(0, 1), derivatives, inputs(*size))
+        assert compiled
         assert not asked.launched - compiled, size
 
 
+@interpreted
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_packs_of_all_sizes(asked, checkpoint, precision):
     engine = FusedBackend(checkpoint, Settings(device="cpu", precision=precision))
@@ -168,9 +175,11 @@ def test_packs_of_all_sizes(asked, checkpoint, precision):
     for mixtures, *size in sizes:
         engine._step(networks[mixtures], members(mixtures, *size), True, inputs(*size))
         compiled = compiled or set(asked.dry)
+        assert compiled
         assert not asked.launched - compiled, (mixtures, size)
 
 
+@interpreted
 @pytest.mark.parametrize("first", [(2, 1, 1), (12, 201, 36)], ids=["few", "parts"])
 def test_hessians_of_all_sizes(asked, checkpoint, monkeypatch, first):
     monkeypatch.setattr(curvature, "_ROWS", 700)
@@ -183,4 +192,5 @@ def test_hessians_of_all_sizes(asked, checkpoint, monkeypatch, first):
         directions = torch.zeros(num_directions, num_nodes, 3)
         engine._curvature(network, Members(0, 1), directions, inputs(num_nodes, num_edges))
         compiled = compiled or set(asked.dry)
+        assert compiled
         assert not asked.launched - compiled, (num_nodes, num_edges, num_directions)
