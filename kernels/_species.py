@@ -19,11 +19,12 @@ from ._launch import cdiv, next_power_of_2
 
 _TILE = 64
 """Nodes of a program: their ranks within it are a comparison of each with each."""
-MAX_ORDERED = 16384
-"""Nodes up to which programs of :func:`order_species`, each of which looks at all of them twice, are done before the
-rest of a contraction's forward pass. They count in halves of 32 bits."""
-MAX_ORDERED_SPECIES = 1023
-"""Species up to which those programs are few."""
+ORDERED = 4
+"""Nodes of a program of :func:`order_tile`: no more registers than a contraction's forward pass needs anyhow."""
+MAX_ORDERED = 4096
+"""Nodes up to which those programs, who compare each node with all, are few beside the forward pass's own."""
+MAX_SPECIES = 2**31 // (2 * MAX_ORDERED) - 1
+"""Species up to which what those programs compare fits 32 bits."""
 
 
 @triton.jit
@@ -35,24 +36,27 @@ def _species_of_nodes(species, nodes, num_nodes, num_species):
 
 
 @triton.jit
-def order_species(species, groups, i_species, num_nodes, num_species, BLOCK: tl.constexpr):
-    """Place the nodes of one species, by counting among all: no program waits for another."""
-    counts = tl.zeros([BLOCK], tl.int32)  # of smaller species, and 2^16 times its own
+def order_tile(
+    species, groups, i_tile, num_nodes, num_species, TILE: tl.constexpr, MAX_NODES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Place a tile of nodes, or of species, by comparison with all nodes: no program waits for another.
+
+    Nodes are numbered on by species, each before all of its nodes: where it would be placed is where those start.
+    """
+    i = i_tile * TILE + tl.arange(0, TILE)
+    is_node = i < num_nodes
+    own = tl.where(is_node, _species_of_nodes(species, i, num_nodes, num_species), i - num_nodes)
+    key = own * (2 * MAX_NODES) + tl.where(is_node, i, -1)
+    smaller = tl.zeros([TILE, BLOCK], tl.int32)
     for start in range(0, num_nodes, BLOCK):
-        z = _species_of_nodes(species, start + tl.arange(0, BLOCK), num_nodes, num_species)
-        counts += tl.where(z == i_species, 65536, ((z >= 0) & (z < i_species)).to(tl.int32))
-    total = tl.sum(counts, axis=0)
-    place = total & 65535
-    tl.store(groups + 2 * num_nodes + i_species, place)
-    if total > 65535:
-        for start in range(0, num_nodes, BLOCK):
-            nodes = start + tl.arange(0, BLOCK)
-            z = _species_of_nodes(species, nodes, num_nodes, num_species)
-            found = (z == i_species).to(tl.int32)
-            places = place + tl.cumsum(found, axis=0) - 1
-            tl.store(groups + places, nodes, mask=z == i_species)
-            tl.store(groups + num_nodes + places, z, mask=z == i_species)
-            place += tl.sum(found, axis=0)
+        j = start + tl.arange(0, BLOCK)
+        z = _species_of_nodes(species, j, num_nodes, num_species)
+        other = tl.where(j < num_nodes, z * (2 * MAX_NODES) + j, 2147483647)
+        smaller += (other[None, :] < key[:, None]).to(tl.int32)
+    place = tl.sum(smaller, axis=1)
+    at, value = tl.where(is_node, place, num_nodes + i), tl.where(is_node, i, place)
+    tl.store(groups + at, value, mask=i <= num_nodes + num_species)
+    tl.store(groups + num_nodes + place, own, mask=is_node)
 
 
 @triton.jit(do_not_specialize=["num_nodes", "num_species"])
@@ -107,8 +111,13 @@ def sums_of_species(groups, i_species, num_nodes, walk):
 
 
 def empty_groups(species: Tensor, num_species: int) -> Tensor:
-    """Groups to be written, e.g. by :func:`order_species` for all species and the unknown one."""
+    """Groups to be written, e.g. by :func:`order_tile` for all of :func:`order_tiles`."""
     return torch.empty(2 * species.shape[0] + num_species + 1, dtype=torch.int32, device=species.device)
+
+
+def order_tiles(num_nodes: int, num_species: int) -> int:
+    """Tiles of :func:`order_tile`: of nodes, and of species with the unknown one."""
+    return (num_nodes + num_species) // ORDERED + 1
 
 
 def nodes_by_species(species: Tensor, num_species: int) -> Tensor:

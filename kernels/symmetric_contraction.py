@@ -40,10 +40,12 @@ from ._couplings import Contraction, Term, contraction, coupling
 from ._launch import cdiv, next_power_of_2, processors, runs_kernels
 from ._species import (
     MAX_ORDERED,
-    MAX_ORDERED_SPECIES,
+    MAX_SPECIES,
+    ORDERED,
     empty_groups,
     nodes_by_species,
-    order_species,
+    order_tile,
+    order_tiles,
     sums_of_species,
 )
 from ._straightline import Program
@@ -256,7 +258,7 @@ def _compiled(name: str, arguments: list[str], lines: list[str]) -> Any:
     file = f"<ase_fastuma generated {name}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # Triton reads sources by file
     scope = {"triton": triton, "tl": tl, "__name__": __name__}
-    scope |= {"_load_four": _load_four, "order_species": order_species}
+    scope |= {"_load_four": _load_four, "order_tile": order_tile}
     exec(compile(text, file, "exec"), scope)
     return scope[name]
 
@@ -409,15 +411,16 @@ class _Kernels:
         The programs that do so come first and hide behind the others. A sort of its own before the backward pass would
         take as long as a short one itself.
         """
-        block = "4 * LANES"  # of nodes: more would take more registers than the rest
+        tile = f"{ORDERED}, {MAX_ORDERED}, 2 * LANES"
         ordering = [
-            "if groups is not None:",  # then programs are in one row, with one for each species and the unknown one
-            "    if block <= num_species:",
-            f"        order_species(species, groups, block, num_nodes, num_species, {block})",
+            "if groups is not None:",  # then programs are in one row
+            f"    tiles = (num_nodes + num_species) // {ORDERED} + 1",
+            "    if block < tiles:",
+            f"        order_tile(species, groups, block, num_nodes, num_species, {tile})",
             "        return",
             "    blocks = tl.cdiv(num_nodes, LANES // BLOCK_C)",
-            "    i_channels = (block - num_species - 1) // blocks",
-            "    block = (block - num_species - 1) % blocks",
+            "    i_channels = (block - tiles) // blocks",
+            "    block = (block - tiles) % blocks",
         ]
         return self._of_nodes("contraction", {"out": self._out}, ["x"], ordering)
 
@@ -470,7 +473,7 @@ def _launch_nodes(
     block = min(CHANNELS, next_power_of_2(channels))
     grid = (cdiv(nodes, LANES // block), cdiv(channels, block))
     if groups is not None:
-        grid = (w.shape[0] + 1 + grid[0] * grid[1], 1)
+        grid = (order_tiles(nodes, w.shape[0]) + grid[0] * grid[1], 1)
     missing = float("nan")  # weights of a species that there is none of: the result shows it
     sizes = {"C": channels, "LANES": LANES, "BLOCK_C": block}
     arguments = (*rows, species, w, *out, groups, nodes, w.shape[0], missing)
@@ -562,7 +565,7 @@ class _Contract(torch.autograd.Function):
     @staticmethod
     def forward(x, species, w, trained, kernels):
         out = x.new_empty(kernels.shape_out(x.shape[0], w.shape[2]))
-        few = x.shape[0] <= MAX_ORDERED and w.shape[0] <= MAX_ORDERED_SPECIES
+        few = x.shape[0] <= MAX_ORDERED and w.shape[0] <= MAX_SPECIES
         grouped = trained and few and out.numel() > 0
         groups = empty_groups(species, w.shape[0]) if grouped else _no_groups(species)
         _launch_nodes(kernels.forward, [x.contiguous()], species, w, [out], groups if grouped else None)

@@ -341,7 +341,7 @@ def test_operations(irreps_out, forward, backward, double):
     assert found["double"] <= double
 
 
-SHARED = {"forward": 4096, "grad_xw": 512}
+SHARED = {"forward": 1024, "grad_xw": 512}
 
 
 def test_kernels_fit_into_registers():
