@@ -83,10 +83,11 @@ def test_F5_positions_that_are_no_numbers(make: Callable, value: float) -> None:
     assert atoms.get_potential_energy() == pytest.approx(expected, abs=1e-5)
 
 
-def test_F5_cell_that_is_no_number(make: Callable) -> None:
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_F5_cell_that_is_no_number(make: Callable, value: float) -> None:
     atoms = systems.nacl()
     atoms.calc = make()
-    atoms.cell[1, 1] = np.nan
+    atoms.cell[1, 1] = value
     with pytest.raises(ValueError, match="cell: expected finite numbers"):
         atoms.get_potential_energy()
 
