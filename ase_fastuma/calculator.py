@@ -84,7 +84,6 @@ class FastUMACalculator(Calculator):
         """
         super().__init__()
         self._companions: list[weakref.ref[Atoms]] = []
-        self._evaluated: tuple | None = None
         self.use_cache = False  # of ASE, which would copy every structure once more
         self._configure(
             Settings(
@@ -190,7 +189,7 @@ class FastUMACalculator(Calculator):
         if self.atoms is None:
             return list(all_changes)
         state = self._state(atoms)
-        if self._evaluated == _key(atoms, state):
+        if next(reversed(self._recent), None) == _key(atoms, state):  # the last one evaluated
             return []
         _, *now = state
         states = zip(("charge", "spin"), now, strict=True)
@@ -231,7 +230,6 @@ class FastUMACalculator(Calculator):
         info = {"charge": charge, "spin": spin}  # for who asks about the last structure: `atoms=None`
         self.atoms = Atoms(numbers=atoms.numbers, positions=atoms.positions, cell=atoms.cell, pbc=atoms.pbc, info=info)
         self.parameters |= {"task": task} | info
-        self._evaluated = key
         self.results = {name: copy.copy(value) for name, value in results.items()}
         if "hessian" in properties:
             self.results["hessian"] = self.get_hessian(atoms)
@@ -271,7 +269,6 @@ class FastUMACalculator(Calculator):
     def reset(self) -> None:
         """Forget all results."""
         super().reset()
-        self._evaluated = None
         self._recent: OrderedDict[tuple, Results] = OrderedDict()
 
     def _keep(self, key: tuple, results: Results) -> None:
@@ -440,7 +437,6 @@ class FastUMACalculator(Calculator):
         clone._running = self._running
         clone._said = set(self._said)
         clone.atoms = None if self.atoms is None else self.atoms.copy()
-        clone._evaluated = self._evaluated
         clone.results = copy.deepcopy(self.results, memo)
         clone.parameters = dict(self.parameters)
         return clone

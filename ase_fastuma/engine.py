@@ -386,7 +386,7 @@ class FusedBackend:
         )
 
     def _keep(self, num_edges: int) -> convolution.Keep:
-        """What fits: the first linears' outputs into the memory that is free now, the rest into a share of all."""
+        """What fits: the first linears' outputs into the memory that is free, the rest into a share of all too."""
         arch = self._architecture
         itemsize = 2 if self._kind == "half" else self._dtype.itemsize
         numbers = itemsize * num_edges * arch.num_layers
@@ -396,8 +396,10 @@ class FusedBackend:
         free = room = math.inf
         if self._device.type == "cuda":
             room = _KEPT_SHARE * torch.cuda.get_device_properties(self._device).total_memory
-            free = free_memory(self._device) if num_edges > _CHUNK_EDGES else math.inf
-        return convolution.Keep(first < 0.4 * free, second <= room, radial <= room)
+            if num_edges > _CHUNK_EDGES:
+                free = 0.4 * free_memory(self._device)
+                room = min(room, free)
+        return convolution.Keep(first < free, second <= room, radial <= room)
 
     def _atomic_energies(
         self,

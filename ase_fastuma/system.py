@@ -163,9 +163,8 @@ class _Lattices(NamedTuple):
 @lru_cache(maxsize=16)
 def _lattices(cells: bytes) -> _Lattices:
     vectors = np.frombuffer(cells).reshape(-1, 3, 3)
-    with np.errstate(
-        divide="ignore", invalid="ignore", over="ignore"
-    ):  # what is wrong with a cell is for `faults` to say
+    # What is wrong with a cell is for `faults` to say.
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         volumes = np.linalg.det(vectors)
         areas = np.linalg.norm(_cross(vectors[:, [1, 2, 0]], vectors[:, [2, 0, 1]]), axis=2)
         found = _Lattices(volumes, np.abs(volumes)[:, None] / areas)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -127,6 +128,19 @@ def test_chunks_equal_one_piece(backends, standin, precision, monkeypatch):
     monkeypatch.setattr(FusedBackend, "_keep", lambda *_: Keep(False, False, False))
     parts = FusedBackend(load_checkpoint(standin), Settings(device="cuda", precision=precision)).evaluate(chosen, ALL)
     assert_equal(parts, whole, 1e-5 if precision != "float64" else 1e-12)
+
+
+def test_a_card_that_others_have_filled(standin, monkeypatch):
+    """Nothing is kept in memory that is not free, however large the card."""
+    engine, free = FusedBackend(load_checkpoint(standin), Settings(device="cpu")), []
+    engine._device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1e15))
+    monkeypatch.setattr("ase_fastuma.engine.free_memory", lambda _: free[-1])
+    found = []
+    for size in (1e15, 1e3):
+        free.append(size)
+        found.append(engine._keep(1_000_000))
+    assert found == [Keep(True, True, True), Keep(False, False, False)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
