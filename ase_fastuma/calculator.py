@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import math
 import warnings
 import weakref
 from collections import OrderedDict
@@ -84,7 +85,6 @@ class FastUMACalculator(Calculator):
         """
         super().__init__()
         self._companions: list[weakref.ref[Atoms]] = []
-        self.use_cache = False  # of ASE, which would copy every structure once more
         self._configure(
             Settings(
                 model=str(model),
@@ -413,7 +413,10 @@ class FastUMACalculator(Calculator):
         if axes == 0 and len(system.numbers) == 1:
             self._say("the energy of an isolated atom is an extrapolation of the model, no reference energy", warn=True)
         # Stress means something for a periodic structure with a volume: that of the user's cell.
-        volume = system.volume if axes == 3 else float(atoms.cell.volume) if axes else 0.0
+        # Vectors of open axes are not read, and may be no numbers.
+        with np.errstate(all="ignore"):
+            volume = system.volume if axes == 3 else float(atoms.cell.volume) if axes else 0.0
+        volume = volume if math.isfinite(volume) else 0.0
         properties = _CONSERVATIVE if volume else _CONSERVATIVE - {"stress"}
         checkpoint = self._start().checkpoint
         if checkpoint.architecture.direct_forces:
@@ -427,7 +430,6 @@ class FastUMACalculator(Calculator):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Calculator.__init__(self)
-        self.use_cache = False
         self._companions = []
         self._configure(state["settings"])
 

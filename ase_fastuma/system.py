@@ -164,7 +164,7 @@ class _Lattices(NamedTuple):
 def _lattices(cells: bytes) -> _Lattices:
     vectors = np.frombuffer(cells).reshape(-1, 3, 3)
     # What is wrong with a cell is for `faults` to say.
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+    with np.errstate(all="ignore"):
         volumes = np.linalg.det(vectors)
         areas = np.linalg.norm(_cross(vectors[:, [1, 2, 0]], vectors[:, [2, 0, 1]]), axis=2)
         found = _Lattices(volumes, np.abs(volumes)[:, None] / areas)

@@ -12,6 +12,7 @@ import systems
 import torch
 from ase import Atoms
 from ase.build import molecule
+from ase.calculators.calculator import PropertyNotImplementedError
 from tolerances import SAME_STRUCTURE
 
 from ase_fastuma import FastUMACalculator, evaluate
@@ -113,3 +114,27 @@ def test_F8_a_weight_that_is_no_number(make: Callable, tmp_path: Path) -> None:
     with pytest.raises(FloatingPointError, match="expected finite numbers from the model"):
         atoms.get_potential_energy()
     assert calc.results == {}
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e308])
+def test_F5_open_axis_whose_vector_is_no_number(make: Callable, value: float) -> None:
+    """Nothing reads it but the volume that stress would refer to: energy and forces as ever, no stress, no warning."""
+    atoms = systems.slab()
+    atoms.calc = make()
+    energy, forces = atoms.get_potential_energy(), atoms.get_forces()
+    atoms.cell[2, 2] = value
+    with np.errstate(all="raise"):
+        assert atoms.get_potential_energy() == pytest.approx(energy, abs=1e-5)
+    np.testing.assert_allclose(atoms.get_forces(), forces, atol=1e-5)
+    with pytest.raises(PropertyNotImplementedError, match="stress: expected a periodic structure whose cell has a"):
+        atoms.get_stress()
+    assert "stress" not in evaluate([atoms], atoms.calc, properties=["energy", "stress"])[0]
+
+
+def test_F5_cells_that_nothing_reads_raise_nothing(make: Callable) -> None:
+    """Under NumPy's strictest settings too: products of numbers like these underflow."""
+    atoms = molecule("H2", calculator=make())
+    energy = atoms.get_potential_energy()
+    atoms.cell[:] = 1e-120 * np.eye(3)
+    with np.errstate(all="raise"):
+        assert atoms.get_potential_energy() == pytest.approx(energy, abs=1e-6)
