@@ -19,8 +19,10 @@ from ._launch import cdiv, next_power_of_2
 
 _TILE = 64
 """Nodes of a program: their ranks within it are a comparison of each with each."""
-ORDERED = 4
-"""Nodes of a program of :func:`order_tile`: no more registers than a contraction's forward pass needs anyhow."""
+ORDERED = 16
+"""Nodes of a program of :func:`order_tile`, which reads all others: as many as registers of a forward pass hold."""
+_AHEAD = tl.constexpr(4)
+"""Blocks of others on their way at once: these programs wait for little else."""
 MAX_ORDERED = 4096
 """Nodes up to which those programs, who compare each node with all, are few beside the forward pass's own."""
 MAX_SPECIES = 2**31 // (2 * MAX_ORDERED) - 1
@@ -48,11 +50,12 @@ def order_tile(
     own = tl.where(is_node, _species_of_nodes(species, i, num_nodes, num_species), i - num_nodes)
     key = own * (2 * MAX_NODES) + tl.where(is_node, i, -1)
     smaller = tl.zeros([TILE, BLOCK], tl.int32)
-    for start in range(0, num_nodes, BLOCK):
-        j = start + tl.arange(0, BLOCK)
-        z = _species_of_nodes(species, j, num_nodes, num_species)
-        other = tl.where(j < num_nodes, z * (2 * MAX_NODES) + j, 2147483647)
-        smaller += (other[None, :] < key[:, None]).to(tl.int32)
+    for start in range(0, num_nodes, _AHEAD * BLOCK):
+        for i_block in tl.static_range(_AHEAD):
+            j = start + i_block * BLOCK + tl.arange(0, BLOCK)
+            z = _species_of_nodes(species, j, num_nodes, num_species)
+            other = tl.where(j < num_nodes, z * (2 * MAX_NODES) + j, 2147483647)
+            smaller += (other[None, :] < key[:, None]).to(tl.int32)
     place = tl.sum(smaller, axis=1)
     at, value = tl.where(is_node, place, num_nodes + i), tl.where(is_node, i, place)
     tl.store(groups + at, value, mask=i <= num_nodes + num_species)

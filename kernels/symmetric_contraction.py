@@ -51,11 +51,34 @@ from ._species import (
 from ._straightline import Program
 
 LAYOUTS = ("mul_ir", "ir_mul")
-LANES = 128
-"""Lanes of a program without sums over nodes: four warps of one (node, channel) each."""
 CHANNELS = 32
-"""Channels of a program. Programs of one block of channels run together, so that the weights of that block, 128 bytes
-for a species and polynomial, stay in the first-level cache: 63 kB for 10 species and 49 polynomials."""
+"""Channels of a program, but for the forward pass. Programs of one block of channels run together, so that its weights,
+128 bytes for a species and polynomial, stay in the first-level cache: 63 kB for 10 species and 49 polynomials."""
+
+
+class Programs(NamedTuple):
+    """Programs of a kernel without sums over nodes.
+
+    Attributes:
+        lanes: of a program, of one (node, channel) each, 32 a warp.
+        channels: of a program at most.
+        registers: of a lane in float32 at most; None for as many as it takes.
+    """
+
+    lanes: int
+    channels: int
+    registers: int | None = None
+
+
+def programs_of_nodes(name: str, terms: int) -> Programs:
+    """Programs of a kernel by its name and the number of polynomials, by measurement."""
+    if name == "forward":  # whose programs that group nodes are of its lanes too, and fewer the more those are
+        return Programs(128, 128)
+    if (
+        name == "double"
+    ):  # with 49 polynomials 255 registers do not do, and warps that wait in turn are worth more spills
+        return Programs(32, CHANNELS, 168) if terms > 32 else Programs(128, CHANNELS)
+    return Programs(32, CHANNELS)
 
 
 # --- The polynomials as a straight-line program ---
@@ -411,7 +434,7 @@ class _Kernels:
         The programs that do so come first and hide behind the others. A sort of its own before the backward pass would
         take as long as a short one itself.
         """
-        tile = f"{ORDERED}, {MAX_ORDERED}, 2 * LANES"
+        tile = f"{ORDERED}, {MAX_ORDERED}, LANES"
         ordering = [
             "if groups is not None:",  # then programs are in one row
             f"    tiles = (num_nodes + num_species) // {ORDERED} + 1",
@@ -464,20 +487,29 @@ def _kernels(spec: Contraction, layout: str) -> _Kernels:
 
 
 def _launch_nodes(
-    kernel: Any, rows: Sequence[Tensor], species: Tensor, w: Tensor, out: Sequence[Tensor], groups: Tensor | None = None
+    kernels: _Kernels,
+    name: str,
+    rows: Sequence[Tensor],
+    species: Tensor,
+    w: Tensor,
+    out: Sequence[Tensor],
+    groups: Tensor | None = None,
 ) -> None:
-    """Launch a kernel from rows and weights to rows; the forward pass writes groups, where given."""
-    nodes, channels = species.shape[0], w.shape[2]
+    """Launch the kernel of this name from rows and weights to rows; the forward pass writes groups, where given."""
+    nodes, (num_species, terms, channels) = species.shape[0], w.shape
     if nodes == 0 or channels == 0:
         return
-    block = min(CHANNELS, next_power_of_2(channels))
-    grid = (cdiv(nodes, LANES // block), cdiv(channels, block))
+    lanes, most, registers = programs_of_nodes(name, terms)
+    block = min(most, next_power_of_2(channels))
+    grid = (cdiv(nodes, lanes // block), cdiv(channels, block))
     if groups is not None:
-        grid = (order_tiles(nodes, w.shape[0]) + grid[0] * grid[1], 1)
+        grid = (order_tiles(nodes, num_species) + grid[0] * grid[1], 1)
     missing = float("nan")  # weights of a species that there is none of: the result shows it
-    sizes = {"C": channels, "LANES": LANES, "BLOCK_C": block}
-    arguments = (*rows, species, w, *out, groups, nodes, w.shape[0], missing)
-    kernel[grid](*arguments, **sizes, num_warps=LANES // 32, enable_fp_fusion=True)
+    arguments = (*rows, species, w, *out, groups, nodes, num_species, missing)
+    sizes = {"C": channels, "LANES": lanes, "BLOCK_C": block}
+    options = {"num_warps": lanes // 32, "enable_fp_fusion": True}
+    options["maxnreg"] = registers if w.dtype == torch.float32 else None
+    getattr(kernels, name)[grid](*arguments, **sizes, **options)
 
 
 def _launch_walks(
@@ -507,8 +539,8 @@ def _launch_walks(
     options = {"num_warps": 1, "enable_fp_fusion": True, "maxnreg": registers}
     getattr(kernels, name)[(walks, blocks)](*arguments, C=channels, BLOCK_C=block, **options)
     width = terms * channels
-    sizes = {"WIDTH": width, "ROWS": 32, "BLOCK": 128}
-    _sum_walks_kernel[(num_species, cdiv(width, 128))](partial, groups, grad_w, num_nodes, walk, **sizes, num_warps=4)
+    sizes = {"WIDTH": width, "ROWS": 16, "BLOCK": 64}  # one warp, whose lanes sum rows on their own
+    _sum_walks_kernel[(num_species, cdiv(width, 64))](partial, groups, grad_w, num_nodes, walk, **sizes, num_warps=1)
     return grad_w
 
 
@@ -568,7 +600,7 @@ class _Contract(torch.autograd.Function):
         few = x.shape[0] <= MAX_ORDERED and w.shape[0] <= MAX_SPECIES
         grouped = trained and few and out.numel() > 0
         groups = empty_groups(species, w.shape[0]) if grouped else _no_groups(species)
-        _launch_nodes(kernels.forward, [x.contiguous()], species, w, [out], groups if grouped else None)
+        _launch_nodes(kernels, "forward", [x.contiguous()], species, w, [out], groups if grouped else None)
         return out, groups
 
     @staticmethod
@@ -603,7 +635,7 @@ class _GradX(torch.autograd.Function):
     @staticmethod
     def forward(x, species, w, groups, g, kernels):
         grad_x = x.new_empty(kernels.shape_in(x.shape[0], w.shape[2]))
-        _launch_nodes(kernels.grad_x, [x.contiguous(), g.contiguous()], species, w, [grad_x])
+        _launch_nodes(kernels, "grad_x", [x.contiguous(), g.contiguous()], species, w, [grad_x])
         return grad_x
 
     @staticmethod
@@ -727,7 +759,7 @@ class _Double(torch.autograd.Function):
         grad_x = x.new_empty(kernels.shape_in(x.shape[0], w.shape[2]))
         grad_g = x.new_empty(kernels.shape_out(x.shape[0], w.shape[2]))
         rows = [x.contiguous(), g.contiguous(), h.contiguous()]
-        _launch_nodes(kernels.double, rows, species, w, [grad_x, grad_g])
+        _launch_nodes(kernels, "double", rows, species, w, [grad_x, grad_g])
         return grad_x, grad_g
 
     @staticmethod

@@ -13,7 +13,7 @@ os.environ.pop("TRITON_INTERPRET", None)  # read when Triton is imported; interp
 
 import triton
 from ase_fastuma.kernels._couplings import contraction
-from ase_fastuma.kernels.symmetric_contraction import CHANNELS, LANES, _kernels, walk_registers
+from ase_fastuma.kernels.symmetric_contraction import CHANNELS, Programs, _kernels, programs_of_nodes, walk_registers
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -36,24 +36,24 @@ def usage(found: Any) -> dict[str, int]:
     }
 
 
-def compiled(kernel: Any, walk: int | None, groups: bool) -> dict[str, int | None]:
+def compiled(kernel: Any, programs: Programs, groups: bool) -> dict[str, int | None]:
     """Registers, local memory (spills) and shared memory of one kernel, and how many wide loads and stores it has.
 
-    `walk`: the most registers, where it is one along nodes; `groups`: whether it is given an array of them.
+    `groups`: whether it is given an array of them.
     """
-    constants: dict[str, int | None] = {"C": 128, "LANES": LANES, "BLOCK_C": CHANNELS}
+    constants: dict[str, int | None] = {"C": 128, "LANES": programs.lanes, "BLOCK_C": programs.channels}
     if not groups:
         constants["groups"] = None
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else TYPES.get(n, "*fp32") for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
     source = ASTSource(kernel, signature, {n: constants[n] for n in names if n in constants}, aligned)
-    options = {"num_warps": 1 if walk else LANES // 32, "enable_fp_fusion": True, "maxnreg": walk}
+    options = {"num_warps": programs.lanes // 32, "enable_fp_fusion": True, "maxnreg": programs.registers}
     found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return usage(found) | {
         "wide_loads": len(re.findall(r"ld\.global\S*\.v4", found.asm["ptx"])),
         "wide_stores": len(re.findall(r"st\.global\S*\.v4", found.asm["ptx"])),
-        "most": walk or 255,
+        "most": programs.registers or 255,
     }
 
 
@@ -66,9 +66,11 @@ def main() -> None:
         spec = contraction("0e+1o+2e+3o", irreps_out, 3)
         kernels = _kernels(spec, "mul_ir")
         for name in names:
-            walk = walk_registers(len(spec.terms)) if name == "grad_xw" else None
+            terms = len(spec.terms)
+            walk = Programs(CHANNELS, CHANNELS, walk_registers(terms))
+            programs = walk if name == "grad_xw" else programs_of_nodes(name, terms)
             groups = name in ("forward", "grad_xw")
-            result[f"{irreps_out} {name}"] = compiled(getattr(kernels, name), walk, groups)
+            result[f"{irreps_out} {name}"] = compiled(getattr(kernels, name), programs, groups)
     print(json.dumps(result))
 
 

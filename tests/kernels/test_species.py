@@ -21,7 +21,7 @@ from devices import DEVICES
 
 @triton.jit
 def _order_kernel(species, groups, num_nodes, num_species, TILE: tl.constexpr, MAX_NODES: tl.constexpr):
-    order_tile(species, groups, tl.program_id(0), num_nodes, num_species, TILE, MAX_NODES, 256)
+    order_tile(species, groups, tl.program_id(0), num_nodes, num_species, TILE, MAX_NODES, 128)
 
 
 @triton.jit
