@@ -72,12 +72,12 @@ class Programs(NamedTuple):
 
 def programs_of_nodes(name: str, terms: int) -> Programs:
     """Programs of a kernel by its name and the number of polynomials, by measurement."""
-    if name == "forward":  # whose programs that group nodes are of its lanes too, and fewer the more those are
+    if name == "forward":  # its programs that group nodes are as large, and fewer the larger they are
         return Programs(128, 128)
-    if (
-        name == "double"
-    ):  # with 49 polynomials 255 registers do not do, and warps that wait in turn are worth more spills
-        return Programs(32, CHANNELS, 168) if terms > 32 else Programs(128, CHANNELS)
+    if name == "double" and terms <= 32:
+        return Programs(128, CHANNELS)
+    if name == "double":  # of 49 polynomials: 255 registers do not do, and more warps at once are worth more spills
+        return Programs(32, CHANNELS, 168)
     return Programs(32, CHANNELS)
 
 
