@@ -413,10 +413,11 @@ class FastUMACalculator(Calculator):
         if axes == 0 and len(system.numbers) == 1:
             self._say("the energy of an isolated atom is an extrapolation of the model, no reference energy", warn=True)
         # Stress means something for a periodic structure with a volume: that of the user's cell.
-        # Vectors of open axes are not read, and may be no numbers.
-        with np.errstate(all="ignore"):
-            volume = system.volume if axes == 3 else float(atoms.cell.volume) if axes else 0.0
-        volume = volume if math.isfinite(volume) else 0.0
+        volume = system.volume if axes == 3 else 0.0
+        if axes in (1, 2):
+            with np.errstate(all="ignore"):  # vectors of open axes are not read, and may be no numbers
+                volume = float(atoms.cell.volume)
+            volume = volume if math.isfinite(volume) else 0.0
         properties = _CONSERVATIVE if volume else _CONSERVATIVE - {"stress"}
         checkpoint = self._start().checkpoint
         if checkpoint.architecture.direct_forces:

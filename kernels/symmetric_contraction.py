@@ -246,8 +246,7 @@ def _store_rows(rows: _Rows, values: list[str], layout: str, whole: bool) -> lis
     """Statements that store values in the order of their coefficients, four at a time or, with `whole`, a block.
 
     Rows of neighbouring lanes lie side by side: as one tile, whole lines are written at once, where four numbers a lane
-    write each sector in two halves. Lanes of several warps wait for each other then, which programs of many registers,
-    few of which run at once, do not make up for.
+    write each sector in two halves. Lanes exchange numbers through shared memory then, which pays in some kernels.
     """
     lines, n = [], 0
     for size, address in _addresses(rows, layout):
