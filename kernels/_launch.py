@@ -165,6 +165,14 @@ def hopper_tile(
     return low if rows > _FEW_ROWS and (rows_a_group is None or rows_a_group >= 3 * low.m) else None
 
 
+def library_multiplies(rows: int, shapes: Sequence[tuple[int, int]], device: torch.device) -> bool:
+    """Whether the vendor's library is the fastest for halves without a bias: it takes a launch for each block.
+
+    `shapes`: as for :func:`hopper_tile`.
+    """
+    return device.type == "cuda" and rows > _MANY_ROWS and not any(size % 8 for shape in shapes for size in shape)
+
+
 def outer_tile(depth: int, width: int, operand: str, device: torch.device) -> MatmulTile:
     """Tiles of the sums x^T g over rows, [depth, width]: rows and columns of the result, `k` rows of x a step."""
     m, n = (min(128, max(16, next_power_of_2(size))) for size in (depth, width))

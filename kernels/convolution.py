@@ -9,6 +9,7 @@ backward pass are the node features and, as there is room, products' outputs; th
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -125,6 +126,11 @@ def _matmul(
     return block_matmul(x, weights, transposed, biased, half=weights.kind == "half", groups=groups)
 
 
+def _linear(x: Operand, weights: BlockWeights, groups: RowGroups | None) -> Operand:
+    """An SO(2) linear, whose bias is left to who reads it: products without one have the whole choice of ways."""
+    return dataclasses.replace(_matmul(x, weights, groups, biased=False), bias=weights.bias)
+
+
 def _activate(first: Operand, w: ConvolutionWeights) -> Operand:
     return gate_forward(first, w.hidden, w.kind) if w.s2 is None else to_operand(w.activate(first.dense()), w.kind)
 
@@ -177,9 +183,9 @@ class _EdgeConvolution(torch.autograd.Function):
             radial = part.radial(w.radial, w.radial_out, w.kind)
             pair = gather_rotate_scale_forward(x, part.vectors, radial, part.edges, w.kind)
             radial = radial if keep.radial else None
-            first = _matmul(pair, w.first, part.groups)
+            first = _linear(pair, w.first, part.groups)
             del pair
-            second = _matmul(_activate(first, w), w.second, part.groups)
+            second = _linear(_activate(first, w), w.second, part.groups)
             sums.append(rotate_back_sum_forward(second, part.vectors, part.weight, part.edges, w.channels))
             kept.append(_Kept(radial, first if keep.first else None, second if keep.second else None))
             del radial, first, second
@@ -208,10 +214,10 @@ class _EdgeConvolution(torch.autograd.Function):
                 radial = kept.radial or part.radial(w.radial, w.radial_out, w.kind)
                 pair = gather_rotate_scale_forward(x, part.vectors, radial, part.edges, w.kind)
                 del radial
-                first = _matmul(pair, w.first, part.groups)
+                first = _linear(pair, w.first, part.groups)
                 del pair
             if z is None:
-                z = _matmul(_activate(first, w), w.second, part.groups)
+                z = _linear(_activate(first, w), w.second, part.groups)
             grad_z, out_vectors, _ = rotate_back_sum_backward(
                 grad, z, part.vectors, part.weight, part.edges, w.kind, part.weight_slope
             )

@@ -322,6 +322,7 @@ def _gather_rotate_scale_backward_kernel(
 
 def gather_rotate_scale_forward(x: Tensor, vectors: Tensor, radial: Operand, edges: EdgeList, kind: str) -> Operand:
     """Launch the forward kernel, with radial weights [E, 6 * 2C], not split; the result [E, 9 * 2C] is of `kind`."""
+    assert radial.bias is None  # this kernel adds none
     num_edges, width = vectors.shape[0], x.shape[2]
     out = empty_operand(num_edges, NUM_COEFFICIENTS * 2 * width, kind, x.device)
     if num_edges:
@@ -368,6 +369,7 @@ def gather_rotate_scale_backward(
     Returns:
         Gradients of vectors [E, 3] and of radial [E, 6 * 2C] (None where ``radial_slope`` is given).
     """
+    assert radial.bias is None  # this kernel adds none
     (num_nodes, _, width), num_edges = x.shape, vectors.shape[0]
     grad_vectors = vectors.new_empty(2, num_edges, 3)
     grad_radial = torch.empty_like(radial.high) if radial_slope is None else None
@@ -471,17 +473,28 @@ def gather_rotate_scale(x: Tensor, vectors: Tensor, radial: Tensor, edges: EdgeL
 
 
 @triton.jit
-def _load_message(z, scale, edges, channels, mask, C: tl.constexpr, M0: tl.constexpr):
-    """A tile of messages in l-major order, times their scale, from [E, 9, C] m-major or, with M0, from [E, 3, C]."""
+def _load_message(z, scale, bias, edges, channels, mask, C: tl.constexpr, M0: tl.constexpr):
+    """A tile of messages in l-major order, from [E, 9, C] m-major or, with M0, from [E, 3, C].
+
+    They are what is stored times its scale, plus the bias of m = 0 [3, C] that their product left to be added here.
+    """
     if M0:
         at = z + edges * (3 * C) + channels
         z0 = tl.load(at, mask=mask, other=0.0) * scale
         z2 = tl.load(at + C, mask=mask, other=0.0) * scale
         z6 = tl.load(at + 2 * C, mask=mask, other=0.0) * scale
         zero = tl.zeros_like(z0)
-        return z0, zero, z2, zero, zero, zero, z6, zero, zero
-    else:  # noqa: RET505 - without it Triton compiles this branch too
-        return load_m_major(z + edges * (9 * C) + channels, C, mask, scale)
+        z1, z3, z4, z5, z7, z8 = zero, zero, zero, zero, zero, zero
+    else:
+        at = z + edges * (9 * C) + channels
+        z0, z1, z2, z3, z4, z5, z6, z7, z8 = load_m_major(at, C, mask, scale)
+    if bias is not None:
+        # For every edge: as one row the bias would come in another layout, and go through shared memory.
+        at = bias + edges * 0 + channels
+        z0 += tl.load(at, mask=mask, other=0.0)
+        z2 += tl.load(at + C, mask=mask, other=0.0)
+        z6 += tl.load(at + 2 * C, mask=mask, other=0.0)
+    return z0, z1, z2, z3, z4, z5, z6, z7, z8
 
 
 @kernel(
@@ -490,6 +503,7 @@ def _load_message(z, scale, edges, channels, mask, C: tl.constexpr, M0: tl.const
 def _rotate_back_sum_kernel(
     z,
     z_unscale,
+    bias,
     vectors,
     weight,
     target_start,
@@ -512,8 +526,9 @@ def _rotate_back_sum_kernel(
         m_e = edges < last
         ux, uy, uz, _ = load_vectors(vectors, edges, m_e)
         c, s, a, b = frame(ux, uy, uz)
-        w = tl.load(weight + edges, mask=m_e, other=0.0) * row_scale(z_unscale, edges, m_e, SCALED)
-        z0, z1, z2, z3, z4, z5, z6, z7, z8 = _load_message(z, 1.0, edges, channels, m_e & (channels < C), C, M0)
+        w = tl.load(weight + edges, mask=m_e, other=0.0)
+        u = row_scale(z_unscale, edges, m_e, SCALED)
+        z0, z1, z2, z3, z4, z5, z6, z7, z8 = _load_message(z, u, bias, edges, channels, m_e & (channels < C), C, M0)
         z0, z1, z2, z3, z4, z5, z6, z7, z8 = rotate_back(z0, z1, z2, z3, z4, z5, z6, z7, z8, c, s, a, b)
         a0 += w * z0
         a1 += w * z1
@@ -546,6 +561,7 @@ def _rotate_back_sum_backward_kernel(
     grad,
     z,
     z_unscale,
+    bias,
     z_slope,
     slope_unscale,
     vectors,
@@ -582,7 +598,7 @@ def _rotate_back_sum_backward_kernel(
     g0, g1, g2, g3, g4, g5, g6, g7, g8 = load_l_major(grad + node * (9 * C) + channels, C, mask)
     g0, g1, g2, g3, g4, g5, g6, g7, g8 = rotate(g0, g1, g2, g3, g4, g5, g6, g7, g8, c, s, a, b)
     u = row_scale(z_unscale, edges, m_e, SCALED)
-    z0, z1, z2, z3, z4, z5, z6, z7, z8 = _load_message(z, u, edges, channels, mask, C, M0)
+    z0, z1, z2, z3, z4, z5, z6, z7, z8 = _load_message(z, u, bias, edges, channels, mask, C, M0)
     product = g0 * z0 + g1 * z1 + g2 * z2 + g3 * z3 + g4 * z4 + g5 * z5 + g6 * z6 + g7 * z7 + g8 * z8
     tx, tz = torque(z1, z2, z3, z4, z5, z6, z7, z8, g1, g2, g3, g4, g5, g6, g7, g8)
     tx = tl.sum(tx, axis=1)[:, None] * w
@@ -630,6 +646,7 @@ def rotate_back_sum_forward(z: Operand, vectors: Tensor, weight: Tensor, edges: 
             _rotate_back_sum_kernel[(num_targets,)](
                 z.high,
                 z.unscale,
+                z.bias,
                 vectors,
                 weight,
                 edges.target_start,
@@ -679,6 +696,7 @@ def rotate_back_sum_backward(
             grad,
             z.high,
             z.unscale,
+            z.bias,
             z_slope and z_slope.high,
             z_slope and z_slope.unscale,
             vectors,

@@ -33,10 +33,32 @@ def _sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
 
+@triton.jit
+def _load_biased(at, bias, edges, channels, mask, u, H: tl.constexpr):
+    """The first block: both gates and the values of m = 0, with the bias that the product left to be added here.
+
+    The bias is loaded for every edge: as one row it would come in another layout, and go through shared memory.
+    """
+    p1 = tl.load(at, mask=mask, other=0.0) * u
+    p2 = tl.load(at + H, mask=mask, other=0.0) * u
+    v0 = tl.load(at + 2 * H, mask=mask, other=0.0) * u
+    v1 = tl.load(at + 3 * H, mask=mask, other=0.0) * u
+    v2 = tl.load(at + 4 * H, mask=mask, other=0.0) * u
+    if bias is not None:
+        b_at = bias + edges * 0 + channels
+        p1 += tl.load(b_at, mask=mask, other=0.0)
+        p2 += tl.load(b_at + H, mask=mask, other=0.0)
+        v0 += tl.load(b_at + 2 * H, mask=mask, other=0.0)
+        v1 += tl.load(b_at + 3 * H, mask=mask, other=0.0)
+        v2 += tl.load(b_at + 4 * H, mask=mask, other=0.0)
+    return p1, p2, v0, v1, v2
+
+
 @kernel(do_not_specialize=["num_edges"])
 def _gate_kernel(
     x,
     x_unscale,
+    bias,
     high,
     low,
     unscale,
@@ -54,12 +76,11 @@ def _gate_kernel(
     mask = m_e & (channels < H)
     at = x + edges * (11 * H) + channels
     u = row_scale(x_unscale, edges, m_e, SCALED)
-    p1 = _sigmoid(tl.load(at, mask=mask, other=0.0) * u)
-    p2 = _sigmoid(tl.load(at + H, mask=mask, other=0.0) * u)
-    v0 = tl.load(at + 2 * H, mask=mask, other=0.0) * u
+    p1, p2, v0, v1, v2 = _load_biased(at, bias, edges, channels, mask, u, H)
+    p1, p2 = _sigmoid(p1), _sigmoid(p2)
     y0 = v0 * _sigmoid(v0)
-    y1 = p1 * u * tl.load(at + 3 * H, mask=mask, other=0.0)
-    y2 = p2 * u * tl.load(at + 4 * H, mask=mask, other=0.0)
+    y1 = p1 * v1
+    y2 = p2 * v2
     y3 = p1 * u * tl.load(at + 5 * H, mask=mask, other=0.0)
     y4 = p2 * u * tl.load(at + 6 * H, mask=mask, other=0.0)
     y5 = p1 * u * tl.load(at + 7 * H, mask=mask, other=0.0)
@@ -88,6 +109,7 @@ def _gate_backward_kernel(
     grad_unscale,
     x,
     x_unscale,
+    bias,
     high,
     low,
     unscale,
@@ -107,9 +129,8 @@ def _gate_backward_kernel(
     g_at = grad + edges * (9 * H) + channels
     u = row_scale(x_unscale, edges, m_e, SCALED)
     g_u = row_scale(grad_unscale, edges, m_e, SCALED)
-    p1 = _sigmoid(tl.load(at, mask=mask, other=0.0) * u)
-    p2 = _sigmoid(tl.load(at + H, mask=mask, other=0.0) * u)
-    v0 = tl.load(at + 2 * H, mask=mask, other=0.0) * u
+    p1, p2, v0, v1, v2 = _load_biased(at, bias, edges, channels, mask, u, H)
+    p1, p2 = _sigmoid(p1), _sigmoid(p2)
     s = _sigmoid(v0)
     g0 = tl.load(g_at, mask=mask, other=0.0) * g_u * s * (1.0 + v0 * (1.0 - s))
     g1 = tl.load(g_at + H, mask=mask, other=0.0) * g_u
@@ -120,16 +141,14 @@ def _gate_backward_kernel(
     g6 = tl.load(g_at + 6 * H, mask=mask, other=0.0) * g_u
     g7 = tl.load(g_at + 7 * H, mask=mask, other=0.0) * g_u
     g8 = tl.load(g_at + 8 * H, mask=mask, other=0.0) * g_u
-    q1 = g1 * tl.load(at + 3 * H, mask=mask, other=0.0)
-    q2 = g2 * tl.load(at + 4 * H, mask=mask, other=0.0)
-    q1 += g3 * tl.load(at + 5 * H, mask=mask, other=0.0)
-    q2 += g4 * tl.load(at + 6 * H, mask=mask, other=0.0)
+    q1 = g3 * tl.load(at + 5 * H, mask=mask, other=0.0)
+    q2 = g4 * tl.load(at + 6 * H, mask=mask, other=0.0)
     q1 += g5 * tl.load(at + 7 * H, mask=mask, other=0.0)
     q2 += g6 * tl.load(at + 8 * H, mask=mask, other=0.0)
     q2 += g7 * tl.load(at + 9 * H, mask=mask, other=0.0)
     q2 += g8 * tl.load(at + 10 * H, mask=mask, other=0.0)
-    q1 *= u * p1 * (1.0 - p1)
-    q2 *= u * p2 * (1.0 - p2)
+    q1 = (g1 * v1 + u * q1) * p1 * (1.0 - p1)
+    q2 = (g2 * v2 + u * q2) * p2 * (1.0 - p2)
     g1, g3, g5 = g1 * p1, g3 * p1, g5 * p1
     g2, g4, g6, g7, g8 = g2 * p2, g4 * p2, g6 * p2, g7 * p2, g8 * p2
     scale = 1.0
@@ -153,7 +172,10 @@ def _gate_backward_kernel(
 
 
 def gate_forward(x: Operand, width: int, kind: str) -> Operand:
-    """Launch the forward kernel on rows [E, 11 * H], not split; the result [E, 9 * H] is of the given kind."""
+    """Launch the forward kernel on rows [E, 11 * H], not split; the result [E, 9 * H] is of the given kind.
+
+    A bias that x leaves to be added is that of its first block [5 * H].
+    """
     num_edges = x.high.shape[0]
     out = empty_operand(num_edges, NUM_COEFFICIENTS * width, kind, x.high.device)
     if num_edges:
@@ -161,6 +183,7 @@ def gate_forward(x: Operand, width: int, kind: str) -> Operand:
         _gate_kernel[(cdiv(num_edges, tile.edges),)](
             x.high,
             x.unscale,
+            x.bias,
             out.high,
             out.low,
             out.unscale,
@@ -176,7 +199,7 @@ def gate_forward(x: Operand, width: int, kind: str) -> Operand:
 
 
 def gate_backward(grad: Operand, x: Operand, width: int, kind: str) -> Operand:
-    """Launch the backward kernel on rows [E, 9 * H] and [E, 11 * H], stored alike and not split.
+    """Launch the backward kernel on rows [E, 9 * H] and [E, 11 * H], stored alike and not split; x as for the forward.
 
     The result [E, 11 * H] is of the given kind.
     """
@@ -189,6 +212,7 @@ def gate_backward(grad: Operand, x: Operand, width: int, kind: str) -> Operand:
             grad.unscale,
             x.high,
             x.unscale,
+            x.bias,
             out.high,
             out.low,
             out.unscale,

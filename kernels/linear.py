@@ -10,7 +10,8 @@ Such weights are stored once: the products with their transposes read them in pl
 
 Precision is that of the operands (:mod:`.operand`). The kernel takes half-precision operands; products of many rows
 have one of their own on Hopper GPUs (:mod:`.hopper_linear`). IEEE float32 and float64 go to the vendor's library, which
-is the fastest there. Torch's TF32 switches do not act on any of these products.
+is the fastest there, and so do halves without a bias, of many rows that share their weights. Torch's switches for
+products do not act on any of these.
 """
 
 from __future__ import annotations
@@ -26,18 +27,22 @@ from torch import Tensor
 from . import reference
 from ._check import check_shape
 from ._compile import choices, kernel
-from ._launch import MatmulTile, cdiv, hopper_tile, matmul_tile, product_sizes, runs_kernels
+from ._launch import MatmulTile, cdiv, hopper_tile, library_multiplies, matmul_tile, product_sizes, runs_kernels
 from .groups import RowGroups
 from .operand import (
     HALF_TOP,
     SPLIT_OF_KIND,
     Operand,
     empty_operand,
+    float32_sums,
     ieee_products,
     plain_operand,
     rows_in_halves,
     to_operand,
 )
+
+WEIGHT_TOP = 2.0**15
+"""Bound on sums of absolute weights stored as halves: their entries stay halves, and keep all their bits far down."""
 
 
 @kernel(
@@ -206,10 +211,13 @@ def block_weights(matrices: list[Tensor], bias: Tensor | None, kind: str) -> Blo
         return BlockWeights(kind, shapes, kept, bias, num_groups)
     grouped = [m if m.dim() == 3 else m[None] for m in kept]
     forward, backward = [m.mT for m in grouped], grouped
-    bounds = [_bound(rows, b) for rows, b in ((forward, bias), (backward, None))] if kind == "half" else (None, None)
+    bounds = [_bound(rows, b) for rows, b in ((forward, bias), (backward, None))] if kind == "half" else [None, None]
     if num_groups is not None:
         return BlockWeights(kind, shapes, kept, bias, num_groups, _in_groups(forward, kind), None, *bounds)
-    stored = (_join([rows_in_halves(m[0], kind) for m in rows]) for rows in (forward, backward))
+    stored = [
+        _join([rows_in_halves(m[0], kind) for m in rows]) if bound is None else _in_bounded_halves(rows, bound)
+        for rows, bound in zip((forward, backward), bounds, strict=True)
+    ]
     return BlockWeights(kind, shapes, kept, bias, None, *stored, *bounds)
 
 
@@ -224,6 +232,16 @@ def _bound(rows: list[Tensor], bias: Tensor | None) -> Tensor:
         shift += bias.abs().amax() / HALF_TOP
     bounds = torch.stack([growth, shift], dim=1).clamp(min=2.0**-100)
     return torch.ldexp(torch.ones_like(bounds), torch.frexp(bounds).exponent)
+
+
+def _in_bounded_halves(rows: list[Tensor], bound: Tensor) -> Operand:
+    """Rows [1, N_b, K_b] of all blocks one after another as halves, all with the scale that `bound` [1, 2] gives.
+
+    A sum of their sizes along any row is WEIGHT_TOP at most, so the library can scale products by a constant.
+    """
+    unscale = bound[0, :1] / WEIGHT_TOP
+    high = torch.cat([m.flatten() for m in rows]) / unscale
+    return Operand("half", high.half()[None], None, unscale.expand(1, sum(m.shape[1] for m in rows)).contiguous())
 
 
 def _join(parts: list[Operand]) -> Operand:
@@ -314,6 +332,17 @@ def _matmul(
     )
 
 
+def _library_halves(x: Operand, w: Operand, shapes: Sequence[tuple[int, int]], out: Operand, bound: Tensor) -> None:
+    """Multiply halves x [M, sum K_b] through the vendor's library, and fill `out` [M, sum N_b], halves too."""
+    depths, widths = zip(*shapes, strict=True)
+    matrices = w.high[0].split([k * n for k, n in shapes])
+    with ieee_products(), float32_sums():
+        for x_b, flat, out_b in zip(x.high.split(depths, 1), matrices, out.high.split(widths, 1), strict=True):
+            w_b = flat.view(out_b.shape[1], x_b.shape[1]).mT
+            torch.addmm(out_b, x_b, w_b, beta=0, alpha=1 / WEIGHT_TOP, out=out_b)
+    torch.mul(x.unscale, bound[0, 0], out=out.unscale)
+
+
 def block_matmul(
     x: Operand,
     weights: BlockWeights,
@@ -333,6 +362,7 @@ def block_matmul(
         [M, sum N_b] (with the bias, if ``biased``), or [M, sum K_b] for ``transposed``; kind "double" for "double",
         else "single", or "half" where ``half`` asks for it.
     """
+    assert x.bias is None  # products add none to what they read
     bias = weights.bias if biased and not transposed else None
     grouped = weights.num_groups is not None
     if grouped and groups is None:
@@ -349,9 +379,13 @@ def block_matmul(
     if rows == 0:
         return out
 
-    def chosen(num_rows: int, rows_a_group: int | None) -> tuple[bool, MatmulTile]:
-        """Whether to multiply on Hopper's own units, and the tile."""
+    by_library = half and bias is None and groups is None
+
+    def chosen(num_rows: int, rows_a_group: int | None) -> tuple[bool, MatmulTile] | None:
+        """Whether to multiply on Hopper's own units, and the tile; None for the library."""
         device = x.high.device
+        if by_library and library_multiplies(num_rows, shapes, device):
+            return None
         on_hopper = hopper_tile(num_rows, shapes, x.kind, device, rows_a_group if grouped else None)
         if on_hopper is not None:
             return True, on_hopper
@@ -360,7 +394,12 @@ def block_matmul(
 
     rows_a_group = None if groups is None else rows // max(1, groups.num_groups)
     others = itertools.starmap(chosen, product_sizes(groups is not None))
-    for on_hopper, tile in choices(chosen(rows, rows_a_group), others):
+    for choice in choices(chosen(rows, rows_a_group), others):
+        if choice is None:
+            assert bound is not None  # as of all weights of kind "half"
+            _library_halves(x, w, shapes, out, bound)
+            continue
+        on_hopper, tile = choice
         if on_hopper:
             from .hopper_linear import hopper_matmul as multiply  # Gluon is young: nothing else should depend on it
         else:

@@ -45,12 +45,14 @@ class Operand:
         high: [M, K], float64, float32 or the leading halves.
         low: [M, K], remainders of the leading halves ("split" alone).
         unscale: [M, 1] float32, what the product's rows are multiplied by ("split" and "half").
+        bias: [B] float32 or float64, of a product that left its bias to who reads it: what the first B columns lack.
     """
 
     kind: str
     high: Tensor
     low: Tensor | None = None
     unscale: Tensor | None = None
+    bias: Tensor | None = None
 
     @property
     def itemsize(self) -> int:
@@ -58,11 +60,14 @@ class Operand:
         return max(4, self.high.element_size())
 
     def dense(self) -> Tensor:
-        """The stored numbers, in float32 or float64."""
-        if self.unscale is None:
-            return self.high
-        value = self.high.float() if self.low is None else self.high.float() + self.low.float()
-        return value * self.unscale
+        """The numbers, in float32 or float64, with the bias."""
+        value = self.high
+        if self.unscale is not None:
+            value = value.float() if self.low is None else value.float() + self.low.float()
+            value = value * self.unscale
+        if self.bias is None:
+            return value
+        return value + torch.nn.functional.pad(self.bias, (0, value.shape[1] - self.bias.shape[0]))
 
 
 def empty_operand(rows: int, columns: int, kind: str, device: torch.device) -> Operand:
@@ -186,3 +191,20 @@ def ieee_products() -> Iterator[None]:
     finally:
         for place, precision in changed:
             place.fp32_precision = precision
+
+
+@contextmanager
+def float32_sums() -> Iterator[None]:
+    """Torch's products of halves summed in float32, whatever the process's switches, which are put back, allow."""
+    cuda: Any = torch.backends.cuda.matmul
+    reduced, split, accumulation = (
+        cuda.allow_fp16_reduced_precision_reduction,
+        cuda.allow_fp16_reduced_precision_reduction_split_k,
+        cuda.allow_fp16_accumulation,
+    )
+    cuda.allow_fp16_reduced_precision_reduction, cuda.allow_fp16_accumulation = (False, split), False
+    try:
+        yield
+    finally:
+        cuda.allow_fp16_reduced_precision_reduction = (reduced, split)
+        cuda.allow_fp16_accumulation = accumulation
