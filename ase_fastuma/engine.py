@@ -24,6 +24,7 @@ from ase_fastuma.kernels import convolution, reference
 from ase_fastuma.kernels._compile import dry_run
 from ase_fastuma.kernels._launch import runs_kernels
 from ase_fastuma.kernels.atomwise import atomwise
+from ase_fastuma.kernels.balance import balanced_sum
 from ase_fastuma.kernels.edge import EdgeList
 from ase_fastuma.kernels.forces import forces_and_virial
 from ase_fastuma.kernels.geometry import edge_geometry
@@ -363,7 +364,7 @@ class FusedBackend:
         (gradient,) = torch.autograd.grad(energies.sum(), vectors)
         num_nodes = inputs.numbers.shape[0]
         edges = _whole(inputs, num_nodes, network.packed)
-        forces, virials = forces_and_virial(gradient, inputs.vectors, edges, members.lengths)
+        forces, virials = forces_and_virial(gradient, inputs.vectors, edges, members.systems and members.systems.atoms)
         return torch.cat([energies.detach(), forces.flatten(), virials.flatten()])
 
     @torch.no_grad()
@@ -435,7 +436,7 @@ class FusedBackend:
             update = layer.atomwise.plain(h) if self._plain else atomwise(h, layer.atomwise)
             traced(convolved, x, h, update)
             if self._balanced:
-                x, h = self._add_norm(self._balance(x + update, members), None, norm, members)
+                x, h = self._add_norm(self._balanced_sum(x, update, members), None, norm, members)
             else:
                 x, h = self._add_norm(x, update, norm, members)
             traced(x, h)
@@ -463,12 +464,18 @@ class FusedBackend:
     def _balanced(self) -> bool:
         return bool(self._architecture.charge_balanced_channels or self._architecture.spin_balanced_channels)
 
-    def _balance(self, x: Tensor, members: Members) -> Tensor:
-        """Shift the scalars of the balanced channels so that they sum to the charge, or to the spin less one."""
+    def _balanced_sum(self, x: Tensor, y: Tensor | None, members: Members) -> Tensor:
+        """x + y with the scalars of the balanced channels summing to the charge, or to the spin less one."""
         charged, spun = self._architecture.charge_balanced_channels, self._architecture.spin_balanced_channels
+        systems = members.systems
         for channels, total in ((charged, members.charge), (spun, members.spin - 1)):
             if channels:
-                x = _Balance.apply(x, slice(min(channels), max(channels) + 1), total, members.lengths)
+                balanced = slice(min(channels), max(channels) + 1)
+                if self._plain:
+                    x = reference.balanced_sum(x, y, balanced, total, systems and systems.atoms)
+                else:
+                    x = balanced_sum(x, y, balanced, total, systems)
+                y = None
         return x
 
     def _results(
@@ -499,27 +506,6 @@ class FusedBackend:
                 out |= {"forces": forces[first:last], "stress": stresses[i]}
             found.append({name: np.array(value) for name, value in out.items() if name in properties})
         return found
-
-
-class _Balance(torch.autograd.Function):
-    """Shift the scalars of some channels so that a system's sum to its total: a projection, its own gradient for 0."""
-
-    @staticmethod
-    def forward(ctx, x, channels, total, lengths):
-        ctx.channels, ctx.lengths = channels, lengths
-        scalars = x[:, 0, channels]
-        if lengths is None:
-            shift = scalars.mean(dim=0) - total / x.shape[0]
-        else:
-            shift = torch.segment_reduce(scalars.contiguous(), "sum", lengths=lengths, unsafe=True) - total
-            shift = (shift / lengths[:, None]).repeat_interleave(lengths, dim=0, output_size=x.shape[0])
-        out = x.clone()
-        out[:, 0, channels] = scalars - shift
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _Balance.apply(grad, ctx.channels, 0, ctx.lengths), None, None, None
 
 
 def _whole(inputs: EdgeInputs, num_nodes: int, packed: bool) -> EdgeList:

@@ -32,8 +32,8 @@ class Members:
     """What a pass knows of its systems besides atoms and edges: of one, or of S with N atoms and G mixtures.
 
     Attributes:
-        charge, spin: integers; in a pack [S, 1].
-        lengths: atoms of each system [S], int64; None for a single one, like all that follows.
+        charge, spin: integers; in a pack [S].
+        systems: which atoms belong to which system; None for a single one, like all that follows.
         mixture: index of each atom's mixture [N].
         edge_groups: edges of each mixture.
         atom_rows: all atoms as one group, so that an atom's numbers do not depend on how many there are.
@@ -41,7 +41,7 @@ class Members:
 
     charge: int | Tensor
     spin: int | Tensor
-    lengths: Tensor | None = None
+    systems: Systems | None = None
     mixture: Tensor | None = None
     edge_groups: RowGroups | None = None
     atom_rows: RowGroups | None = None
@@ -83,16 +83,15 @@ class Pack:
         def uploaded(values: object) -> Tensor:
             return upload(np.asarray(values), device)
 
-        lengths, num_atoms = uploaded(sizes), sum(sizes)
+        packed, num_atoms = Systems.of(sizes, device), sum(sizes)
         members = Members(
-            charge=uploaded([system.charge for system in ordered])[:, None],
-            spin=uploaded([system.spin for system in ordered])[:, None],
-            lengths=lengths,
-            mixture=uploaded(group_of).repeat_interleave(lengths, output_size=num_atoms),
+            charge=uploaded([system.charge for system in ordered]),
+            spin=uploaded([system.spin for system in ordered]),
+            systems=packed,
+            mixture=uploaded(group_of).repeat_interleave(packed.atoms, output_size=num_atoms),
             atom_rows=RowGroups([0, num_atoms], device),
         )
         starts = [*(group_of.index(g) for g in range(len(different))), len(order)]
-        packed = Systems.of(sizes, device)
         raised = [system.numbers + g * numbers for system, g in zip(ordered, group_of, strict=True)]
         return cls(
             order=order,

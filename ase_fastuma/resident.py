@@ -67,7 +67,7 @@ class Resident:
             return None
         flat = flat * self._task.rmsd
         num_atoms = len(self._atoms)
-        energies = torch.segment_reduce(flat[:num_atoms], "sum", lengths=self._pack.members.lengths, unsafe=True)
+        energies = torch.segment_reduce(flat[:num_atoms], "sum", lengths=self._pack.systems.atoms, unsafe=True)
         results = {"energy": torch.empty_like(energies).index_copy_(0, self._place, energies) + self._constant}
         if derivatives:
             forces, virials = flat[num_atoms : 4 * num_atoms].view(-1, 3), flat[4 * num_atoms :].view(-1, 3, 3)

@@ -3,6 +3,7 @@
 Nothing here knows fairchem. Import operations from their own files, which is where they are documented::
 
     from ase_fastuma.kernels.atomwise import atomwise, atomwise_weights
+    from ase_fastuma.kernels.balance import balanced_sum
     from ase_fastuma.kernels.edge import gather_rotate_scale, rotate_back_sum, sorted_edges
     from ase_fastuma.kernels.gate import gate
     from ase_fastuma.kernels.grouped_linear import grouped_linear

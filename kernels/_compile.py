@@ -19,14 +19,25 @@ import triton
 from triton.runtime import driver
 from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
 
+from ._launch import INTERPRETED
+
 Choice = TypeVar("Choice")
 
 # Kernels that launches have asked for, to be compiled in the end; None outside a dry run.
 _asked: ContextVar[list[Any] | None] = ContextVar("ase_fastuma_asked", default=None)
 
 
+@functools.cache
+def _launch_options(device_index: int) -> dict[str, bool]:
+    """Options of all launches: kernels may start before the one before has ended, for which they wait themselves."""
+    return {"launch_pdl": True} if torch.cuda.get_device_capability(device_index) >= (9, 0) else {}
+
+
 class Kernel:
-    """A Triton kernel, launched as ``kernel[grid](...)``; within :func:`dry_run` a launch compiles and runs nothing."""
+    """A Triton kernel, launched as ``kernel[grid](...)``; within :func:`dry_run` a launch compiles and runs nothing.
+
+    Its first statement is :func:`._device.wait_for_previous`.
+    """
 
     def __init__(self, function: Callable, jit: Callable = triton.jit, **options: Any) -> None:
         self._function = jit(function, **options)
@@ -34,9 +45,10 @@ class Kernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable:
         asked = _asked.get()
+        options = {} if INTERPRETED else _launch_options(torch.cuda.current_device())
         if asked is None:
-            return self._function[grid]
-        return lambda *args, **options: asked.append(self._function.warmup(*args, grid=grid, **options))
+            return functools.partial(self._function[grid], **options)
+        return lambda *args, **more: asked.append(self._function.warmup(*args, grid=grid, **options, **more))
 
 
 def kernel(**options: Any) -> Callable[[Callable], Kernel]:

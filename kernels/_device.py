@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.target_info import cuda_capability_geq
 
+from ._launch import INTERPRETED
 from .layout import M_MAJOR
 
 # Position in an m-major feature of each l-major coefficient.
@@ -18,6 +21,23 @@ _SQRT3 = tl.constexpr(3.0**0.5)
 HALF_TOP = tl.constexpr(2048.0)
 """Rows stored in half precision are scaled so that their largest entry lies in [2^11, 2^12): a factor of 16 below the
 largest half, while the remainder of an entry 2^14 times smaller is still a normal half."""
+
+
+_COMPILED = tl.constexpr(not INTERPRETED)
+
+
+@triton.jit
+def wait_for_previous():
+    """First statement of every kernel: wait for those before it, and let those after it start.
+
+    Where GPUs can (compute capability 9.0), the programs of a kernel start while the last ones of the kernel before
+    still run, and wait here until all its results are there: programmatic dependent launch, which
+    :class:`._compile.Kernel` asks for. Nothing may be read or written before. As each waits, all kernels before the
+    last have ended too.
+    """
+    if _COMPILED and cuda_capability_geq(9, 0):
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -128,6 +148,20 @@ def load_l_major(ptr, stride, mask):
         tl.load(ptr + 7 * stride, mask=mask, other=0.0),
         tl.load(ptr + 8 * stride, mask=mask, other=0.0),
     )
+
+
+@triton.jit
+def store_l_major(ptr, stride, mask, x0, x1, x2, x3, x4, x5, x6, x7, x8):
+    """The nine coefficients of an atom (edge) and channel, `stride` apart."""
+    tl.store(ptr, x0, mask=mask)
+    tl.store(ptr + stride, x1, mask=mask)
+    tl.store(ptr + 2 * stride, x2, mask=mask)
+    tl.store(ptr + 3 * stride, x3, mask=mask)
+    tl.store(ptr + 4 * stride, x4, mask=mask)
+    tl.store(ptr + 5 * stride, x5, mask=mask)
+    tl.store(ptr + 6 * stride, x6, mask=mask)
+    tl.store(ptr + 7 * stride, x7, mask=mask)
+    tl.store(ptr + 8 * stride, x8, mask=mask)
 
 
 @triton.jit

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._compile import kernel
+from ._device import wait_for_previous
 from ._launch import cdiv, next_power_of_2
 
 _TILE = 64
@@ -62,9 +64,10 @@ def order_tile(
     tl.store(groups + num_nodes + place, own, mask=is_node)
 
 
-@triton.jit(do_not_specialize=["num_nodes", "num_species"])
+@kernel(do_not_specialize=["num_nodes", "num_species"])
 def _count_kernel(species, counts, num_nodes, num_species, TILE: tl.constexpr, BLOCK_E: tl.constexpr):
     """counts[tile, z]: nodes of each species in a tile."""
+    wait_for_previous()
     nodes = tl.program_id(0) * TILE + tl.arange(0, TILE)
     z = _species_of_nodes(species, nodes, num_nodes, num_species)
     e = tl.arange(0, BLOCK_E)
@@ -72,9 +75,10 @@ def _count_kernel(species, counts, num_nodes, num_species, TILE: tl.constexpr, B
     tl.store(counts + tl.program_id(0) * BLOCK_E + e, n)
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
+@kernel(do_not_specialize=["num_tiles"])
 def _offset_kernel(counts, totals, num_tiles, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr):
     """counts[tile, z] becomes the nodes of species z in the tiles before; totals[z] those in all tiles."""
+    wait_for_previous()
     i_species = tl.program_id(0)
     before = tl.sum(tl.zeros([BLOCK], tl.int32), axis=0)
     for first in range(0, num_tiles, BLOCK):
@@ -86,9 +90,10 @@ def _offset_kernel(counts, totals, num_tiles, BLOCK_E: tl.constexpr, BLOCK: tl.c
     tl.store(totals + i_species, before)
 
 
-@triton.jit(do_not_specialize=["num_nodes", "num_species"])
+@kernel(do_not_specialize=["num_nodes", "num_species"])
 def _order_kernel(species, counts, totals, groups, num_nodes, num_species, TILE: tl.constexpr, BLOCK_E: tl.constexpr):
     """A node's place: nodes of smaller species, those of its own in the tiles before, and before it in its tile."""
+    wait_for_previous()
     nodes = tl.program_id(0) * TILE + tl.arange(0, TILE)
     z = _species_of_nodes(species, nodes, num_nodes, num_species)
     e = tl.arange(0, BLOCK_E)

@@ -26,7 +26,7 @@ from torch import Tensor
 from . import reference
 from ._check import check_shape
 from ._compile import kernel
-from ._device import load_l_major, power_of_two_scale
+from ._device import load_l_major, power_of_two_scale, wait_for_previous
 from ._launch import cdiv, edge_tile, next_power_of_2, runs_kernels
 from .edge import reference_gradient
 from .layout import LMAX, NUM_COEFFICIENTS, NUM_GATES
@@ -155,6 +155,7 @@ def _atomwise_kernel(
     CHUNK_N: tl.constexpr,
 ):
     """y = h U_l (+ d) for one coefficient of a tile of atoms, with h = s v and the gate s of its degree."""
+    wait_for_previous()
     coefficient = tl.program_id(0) % 9
     degree, gate = _degree_and_gate(coefficient)
     nodes = (tl.program_id(0) // 9).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
@@ -202,6 +203,7 @@ def _atomwise_backward_kernel(
 
     d x = (d h s) W_l^T;  its part of d x_0 = (d h v s'(p)) G_l^T
     """
+    wait_for_previous()
     coefficient = tl.program_id(0) % 9
     degree, gate = _degree_and_gate(coefficient)
     nodes = (tl.program_id(0) // 9).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
@@ -258,6 +260,7 @@ def _atomwise_backward_kernel(
 @kernel(do_not_specialize=["num_nodes"])
 def _sum_parts_kernel(parts, grad_x, num_nodes, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
     """d x_0 += the parts of all coefficients, in their order."""
+    wait_for_previous()
     nodes = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     channels = tl.arange(0, BLOCK_C)[None, :]
     mask = (nodes < num_nodes) & (channels < C)

@@ -47,6 +47,7 @@ from ._device import (
     store_value,
     store_vector_gradient,
     torque,
+    wait_for_previous,
 )
 from ._launch import cdiv, edge_tile, few_atoms, runs_kernels
 from .layout import M_BLOCKS, NUM_COEFFICIENTS, NUM_RADIAL
@@ -122,6 +123,7 @@ def _gather_rotate_scale_kernel(
     SPLIT: tl.constexpr,
 ):
     """y = r * D (x[source], x[target]) for a tile of edges, all channels, so that a row's scale is known at once."""
+    wait_for_previous()
     edges = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)[:, None]
     channels = tl.arange(0, BLOCK_C)[None, :]
     m_e = edges < num_edges
@@ -227,6 +229,7 @@ def _gather_rotate_scale_backward_kernel(
     grad_x[end, i] (+)= sum over its edges of D^T (r g)
     tau = sum over channels of (r g) . J h;  along the edge: sum of g h dr/dd (CHAIN), else grad_radial = g h
     """
+    wait_for_previous()
     i_segment = tl.program_id(0)
     i_end = tl.program_id(1)  # 0: edges out of the atom, channels [0, C); 1: edges into it, channels [C, 2C)
     if i_end == 1:
@@ -515,6 +518,7 @@ def _rotate_back_sum_kernel(
     M0: tl.constexpr,
 ):
     """o[i] = sum over edges into i of w D^T z, one atom a program, edges in their order."""
+    wait_for_previous()
     i_node = tl.program_id(0).to(tl.int64)
     channels = tl.arange(0, BLOCK_C)[None, :]
     first = tl.load(target_start + i_node)
@@ -587,6 +591,7 @@ def _rotate_back_sum_backward_kernel(
     grad_z = w G;  tau = -sum over channels of w G . J z
     along the edge: sum of G (z dw/dd + w dz/dd) (CHAIN; dz/dd with M0 alone), else grad_weight = sum of G z
     """
+    wait_for_previous()
     edges = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)[:, None]
     channels = tl.arange(0, BLOCK_C)[None, :]
     m_e = edges < num_edges

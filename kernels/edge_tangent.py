@@ -45,6 +45,7 @@ from ._device import (
     store_sums,
     store_vector_gradient,
     torque,
+    wait_for_previous,
 )
 from ._launch import cdiv, edge_tile
 from .edge import EdgeList
@@ -249,6 +250,7 @@ def _gather_tangent_kernel(
 
     r D dx + r w J D x + r' (stretch) D x;   cross = the gradient of S with respect to v, with dx in place of x
     """
+    wait_for_previous()
     i_edge = tl.program_id(0).to(tl.int64)
     directions = tl.program_id(1).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)[:, None]
     channels = tl.arange(0, BLOCK_C)[None, :]
@@ -356,6 +358,7 @@ def _gather_curvature_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """d^2 S / dv^2 of a tile of edges, with a = r g and y = D x of both ends."""
+    wait_for_previous()
     edges = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)[:, None]
     channels = tl.arange(0, BLOCK_C)[None, :]
     m_e = edges < num_edges
@@ -526,6 +529,7 @@ def _rotate_back_sum_tangent_kernel(
 
     With M0 z is a function of the length, and dz its slope times the stretch; there is no cross then.
     """
+    wait_for_previous()
     i_segment = tl.program_id(0)
     i_node = (first_target + i_segment).to(tl.int64)
     i_direction = tl.program_id(1).to(tl.int64)
@@ -606,6 +610,7 @@ def _rotate_back_sum_curvature_kernel(
     ADD: tl.constexpr,
 ):
     """d^2 S / dv^2 of a tile of edges, with a = w z (of which z moves with the length for M0 alone) and y = D grad."""
+    wait_for_previous()
     edges = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)[:, None]
     channels = tl.arange(0, BLOCK_C)[None, :]
     m_e = edges < num_edges

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._compile import kernel
+from ._device import wait_for_previous
 from ._launch import runs_kernels
 from .edge import EdgeList
 
@@ -22,6 +23,7 @@ from .edge import EdgeList
 )
 def _forces_kernel(gradient, vectors, target_start, by_source, source_start, forces, virials, BLOCK_E: tl.constexpr):
     """Forces [3] and virial [9] of one atom, over its edges in order; rows of three numbers are padded to four."""
+    wait_for_previous()
     i_node = tl.program_id(0).to(tl.int64)
     o_e = tl.arange(0, BLOCK_E)
     axes = tl.arange(0, 4)

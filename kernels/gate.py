@@ -18,7 +18,7 @@ from torch import Tensor
 from . import reference
 from ._check import check_shape
 from ._compile import kernel
-from ._device import max_abs, power_of_two_scale, row_scale, store_value
+from ._device import max_abs, power_of_two_scale, row_scale, store_value, wait_for_previous
 from ._launch import cdiv, edge_tile, runs_kernels
 from .edge import reference_gradient
 from .layout import GATE_OF_M_MAJOR, NUM_COEFFICIENTS, NUM_GATES
@@ -70,6 +70,7 @@ def _gate_kernel(
     SPLIT: tl.constexpr,
 ):
     """y[l0] = v sigmoid(v); y[l, m] = v sigmoid(p_l), for a tile of edges."""
+    wait_for_previous()
     edges = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)[:, None]
     channels = tl.arange(0, BLOCK_H)[None, :]
     m_e = edges < num_edges
@@ -121,6 +122,7 @@ def _gate_backward_kernel(
     SPLIT: tl.constexpr,
 ):
     """d v0 = g s (1 + v (1 - s)), s = sigmoid(v); d v = g sigmoid(p); d p = sigmoid'(p) sum over m of g v."""
+    wait_for_previous()
     edges = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)[:, None]
     channels = tl.arange(0, BLOCK_H)[None, :]
     m_e = edges < num_edges

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._compile import kernel
-from ._device import max_abs, power_of_two_scale, store_value
+from ._device import max_abs, power_of_two_scale, store_value, wait_for_previous
 from ._launch import cdiv, edge_tile
 from .layout import NUM_COEFFICIENTS, NUM_GATES
 from .operand import SPLIT_OF_KIND, Operand, empty_operand, plain_operand
@@ -86,6 +86,7 @@ def _gate_tangent_kernel(
     SPLIT: tl.constexpr,
 ):
     """A tile of directions for one edge or atom: tangents of the outputs, and half of S'' t."""
+    wait_for_previous()
     i_row = tl.program_id(0).to(tl.int64)
     directions = tl.program_id(1).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)[:, None]
     channels = tl.arange(0, BLOCK_H)[None, :]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import reference
 from ._compile import kernel
+from ._device import wait_for_previous
 from ._launch import cdiv, runs_kernels
 
 _BLOCK = 256
@@ -58,6 +59,7 @@ def _edge_geometry_kernel(
     CUTOFF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    wait_for_previous()
     edges = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = edges < num_edges
     x = tl.load(vectors + edges * 3, mask=mask, other=0.0)

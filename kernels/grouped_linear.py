@@ -23,6 +23,7 @@ from torch import Tensor
 from . import reference
 from ._check import check_shape
 from ._compile import kernel
+from ._device import wait_for_previous
 from ._launch import cdiv, in_chunks, outer_tile, runs_kernels
 from .groups import RowGroups
 from .linear import BlockWeights, block_matmul, block_weights
@@ -51,6 +52,7 @@ def _outer_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """out[part] [K, N] = x^T g over rows first[part] : last[part], one tile of it."""
+    wait_for_previous()
     k_tiles = tl.cdiv(K, BLOCK_K)
     n_tiles = tl.cdiv(N, BLOCK_N)
     i_tile = tl.program_id(0) % (k_tiles * n_tiles)

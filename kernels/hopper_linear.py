@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ._compile import kernel
 from ._launch import MatmulTile, cdiv, processors
@@ -272,6 +273,8 @@ def _hopper_linear_kernel(
         mbarrier.init(filled.index(i), count=1)
         mbarrier.init(emptied.index(i), count=1)
     fence_async_shared()
+    gdc_wait()  # as in all kernels, see `_device.wait_for_previous`: nothing was read so far
+    gdc_launch_dependents()
     num_tiles = num_row_tiles * (gl.cdiv(N0, BN) + gl.cdiv(N1, BN) + gl.cdiv(N2, BN))
     rings = (xh, xl, wh, wl)
     schedule = (tile_group, tile_first, tile_last)

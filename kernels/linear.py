@@ -27,6 +27,7 @@ from torch import Tensor
 from . import reference
 from ._check import check_shape
 from ._compile import choices, kernel
+from ._device import wait_for_previous
 from ._launch import MatmulTile, cdiv, hopper_tile, library_multiplies, matmul_tile, product_sizes, runs_kernels
 from .groups import RowGroups
 from .operand import (
@@ -86,6 +87,7 @@ def _block_linear_kernel(
     The bias is that of the first block's first `num_biased` columns. IN_PLACE: W_b [K_b, N_b] itself is stored row by
     row. Sizes are no constants: layers of all shapes share what is compiled.
     """
+    wait_for_previous()
     T0 = tl.cdiv(N0, BLOCK_N)
     T1 = tl.cdiv(N1, BLOCK_N)
     T2 = tl.cdiv(N2, BLOCK_N)

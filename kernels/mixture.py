@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._compile import kernel
-from ._device import store_value
+from ._device import store_value, wait_for_previous
 from ._launch import cdiv
 from .linear import BlockWeights
 from .operand import HALF_TOP, SPLIT_OF_KIND, Operand
@@ -48,6 +48,7 @@ def _mix_kernel(
     BLOCK_E: tl.constexpr,
 ):
     """Entries of one block [R, K] for some groups, stored from `first` on in rows of `stride` numbers."""
+    wait_for_previous()
     group_tiles = tl.cdiv(num_groups, BLOCK_G)  # innermost: experts are read from memory once, then from the cache
     entry = tl.program_id(0) // group_tiles * BLOCK_E + tl.arange(0, BLOCK_E)
     group = tl.program_id(0) % group_tiles * BLOCK_G + tl.arange(0, BLOCK_G)

@@ -19,7 +19,7 @@ from torch import Tensor
 from . import reference
 from ._check import check_shape
 from ._compile import kernel
-from ._device import load_l_major
+from ._device import load_l_major, store_l_major, wait_for_previous
 from ._launch import cdiv, edge_tile, runs_kernels
 from .edge import reference_gradient
 from .layout import LMAX, NUM_COEFFICIENTS
@@ -35,19 +35,6 @@ def _centre_and_scale(s0, s1, s2, s3, s4, s5, s6, s7, s8, mask, C: tl.constexpr,
     eps = tl.full([1, 1], EPS, s0.dtype)
     # Squares beyond the range would make r zero, and the norm a wrong number that looks like any other: 0 * inf is NaN.
     return s0, 1.0 / tl.sqrt(squares / (3 * C) + eps) + 0.0 * squares
-
-
-@triton.jit
-def _store_l_major(ptr, stride, mask, x0, x1, x2, x3, x4, x5, x6, x7, x8):
-    tl.store(ptr, x0, mask=mask)
-    tl.store(ptr + stride, x1, mask=mask)
-    tl.store(ptr + 2 * stride, x2, mask=mask)
-    tl.store(ptr + 3 * stride, x3, mask=mask)
-    tl.store(ptr + 4 * stride, x4, mask=mask)
-    tl.store(ptr + 5 * stride, x5, mask=mask)
-    tl.store(ptr + 6 * stride, x6, mask=mask)
-    tl.store(ptr + 7 * stride, x7, mask=mask)
-    tl.store(ptr + 8 * stride, x8, mask=mask)
 
 
 @kernel(do_not_specialize=["num_nodes"], do_not_specialize_on_alignment=["weight", "bias", "shift"])
@@ -69,6 +56,7 @@ def _add_rms_norm_kernel(
     SHIFT_STRIDE: tl.constexpr,
 ):
     """s = x + y (ADD; else s = x, which is not stored again); out_l = s_l r w_l (+ bias + shift on l = 0)."""
+    wait_for_previous()
     nodes = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     channels = tl.arange(0, BLOCK_C)[None, :]
     mask = (nodes < num_nodes) & (channels < C)
@@ -78,7 +66,7 @@ def _add_rms_norm_kernel(
         y0, y1, y2, y3, y4, y5, y6, y7, y8 = load_l_major(y + at, C, mask)
         s0, s1, s2, s3, s4 = s0 + y0, s1 + y1, s2 + y2, s3 + y3, s4 + y4
         s5, s6, s7, s8 = s5 + y5, s6 + y6, s7 + y7, s8 + y8
-        _store_l_major(total + at, C, mask, s0, s1, s2, s3, s4, s5, s6, s7, s8)
+        store_l_major(total + at, C, mask, s0, s1, s2, s3, s4, s5, s6, s7, s8)
     s0, r = _centre_and_scale(s0, s1, s2, s3, s4, s5, s6, s7, s8, mask, C, EPS)
     # Loaded as whole tiles, in the layout of the features: a single row's layout would be forced on all of them.
     w0 = r * tl.load(weight + channels, mask=mask, other=0.0)
@@ -87,7 +75,7 @@ def _add_rms_norm_kernel(
     b = tl.load(bias + channels, mask=mask, other=0.0)
     if SHIFT:
         b += tl.load(shift + nodes * SHIFT_STRIDE + channels, mask=mask, other=0.0)
-    _store_l_major(
+    store_l_major(
         normed + at, C, mask, s0 * w0 + b, s1 * w1, s2 * w1, s3 * w1, s4 * w2, s5 * w2, s6 * w2, s7 * w2, s8 * w2
     )
 
@@ -110,6 +98,7 @@ def _add_rms_norm_backward_kernel(
 
     d s_l = r h_l - s_l r^3 / (3 (2 l + 1) C) sum over all of h s, less its mean on l = 0 (+ grad_total, with ADD)
     """
+    wait_for_previous()
     nodes = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     channels = tl.arange(0, BLOCK_C)[None, :]
     mask = (nodes < num_nodes) & (channels < C)
@@ -135,7 +124,7 @@ def _add_rms_norm_backward_kernel(
         t0, t1, t2, t3, t4, t5, t6, t7, t8 = load_l_major(grad_total + at, C, mask)
         g0, g1, g2, g3, g4 = g0 + t0, g1 + t1, g2 + t2, g3 + t3, g4 + t4
         g5, g6, g7, g8 = g5 + t5, g6 + t6, g7 + t7, g8 + t8
-    _store_l_major(grad + at, C, mask, g0, g1, g2, g3, g4, g5, g6, g7, g8)
+    store_l_major(grad + at, C, mask, g0, g1, g2, g3, g4, g5, g6, g7, g8)
 
 
 def _forward(

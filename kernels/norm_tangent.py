@@ -17,10 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ._compile import kernel
-from ._device import load_l_major, row_sum
+from ._device import load_l_major, row_sum, store_l_major, wait_for_previous
 from ._launch import cdiv, edge_tile
 from .layout import NUM_COEFFICIENTS
-from .norm import _centre_and_scale, _store_l_major
+from .norm import _centre_and_scale
 
 
 @kernel(do_not_specialize=["num_directions", "num_nodes"], do_not_specialize_on_alignment=["weight"])
@@ -42,6 +42,7 @@ def _add_rms_norm_tangent_kernel(
     ADD: tl.constexpr,
 ):
     """A tile of directions for one atom: t = dx + dy (ADD; else t = dx, which is not stored again), then as above."""
+    wait_for_previous()
     i_node = tl.program_id(0).to(tl.int64)
     directions = tl.program_id(1).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)[:, None]
     channels = tl.arange(0, BLOCK_C)[None, :]
@@ -53,7 +54,7 @@ def _add_rms_norm_tangent_kernel(
         y0, y1, y2, y3, y4, y5, y6, y7, y8 = load_l_major(dy + at, stride, mask)
         t0, t1, t2, t3, t4 = t0 + y0, t1 + y1, t2 + y2, t3 + y3, t4 + y4
         t5, t6, t7, t8 = t5 + y5, t6 + y6, t7 + y7, t8 + y8
-        _store_l_major(dtotal + at, stride, mask, t0, t1, t2, t3, t4, t5, t6, t7, t8)
+        store_l_major(dtotal + at, stride, mask, t0, t1, t2, t3, t4, t5, t6, t7, t8)
     t0 = tl.where(mask, t0 - row_sum(t0) / C, 0.0)
     # What directions share is loaded as whole tiles, in the layout of the tangents.
     shared = i_node * (9 * C) + channels + 0 * directions
@@ -67,7 +68,7 @@ def _add_rms_norm_tangent_kernel(
     m = row_sum(m) / (3 * C)
     q = r * r * m
     w0, w1, w2 = w0 * r, w1 * r, w2 * r
-    _store_l_major(
+    store_l_major(
         dnormed + at,
         stride,
         mask,
@@ -92,7 +93,7 @@ def _add_rms_norm_tangent_kernel(
     c0 = m * h0 + b * t0 + e * s0
     c0 = c0 - row_sum(tl.where(mask, c0, 0.0)) / C
     b1, e1, b2, e2 = b / 3, e / 3, b / 5, e / 5
-    _store_l_major(
+    store_l_major(
         curved + at,
         stride,
         mask,

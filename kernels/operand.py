@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._compile import kernel
-from ._device import power_of_two_scale, store_value
+from ._device import power_of_two_scale, store_value, wait_for_previous
 from ._launch import cdiv, next_power_of_2, runs_kernels
 
 KINDS = ("double", "single", "split", "half")
@@ -98,6 +98,7 @@ def _store_rows_kernel(
     SPLIT: tl.constexpr,
 ):
     """Scale rows by powers of two and store them as halves."""
+    wait_for_previous()
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     columns = tl.arange(0, BLOCK_K)[None, :]
     m_m = rows < num_rows
@@ -148,6 +149,7 @@ def rows_in_halves(value: Tensor, kind: str) -> Operand:
 @kernel()
 def _store_columns_kernel(matrix, scale, high, low, size, K, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
     """Scale columns and store them as halves."""
+    wait_for_previous()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < size
     value = tl.load(matrix + at, mask=mask, other=0.0)

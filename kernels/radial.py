@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import reference
 from ._compile import kernel
-from ._device import power_of_two_scale, store_value
+from ._device import power_of_two_scale, store_value, wait_for_previous
 from ._launch import cdiv, next_power_of_2
 from .operand import SPLIT_OF_KIND, Operand, empty_operand, to_operand
 
@@ -111,6 +111,7 @@ def _radial_table_kernel(
     SLOPE: tl.constexpr,
 ):
     """Value, and with SLOPE the derivative, of the tabulated activations for a tile of edges."""
+    wait_for_previous()
     edges = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)[:, None]
     channels = tl.arange(0, BLOCK_B)[None, :]
     m_e = edges < num_edges

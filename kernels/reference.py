@@ -335,6 +335,27 @@ def rms_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
     return torch.cat([out[:, :1] + bias.unsqueeze(-2), out[:, 1:]], dim=1)
 
 
+def balanced_sum(
+    x: Tensor, y: Tensor | None, channels: slice, total: int | Tensor, atoms: Tensor | None = None
+) -> Tensor:
+    """x + y with the scalars of some channels shifted so that they sum to a total over each system.
+
+    Args:
+        x, y: [N, 9, C], l-major; y may be None. channels: the balanced ones.
+        total: a number or, for each system, [S]. atoms: those of each system that follow one another [S]; None for one.
+    """
+    out = x.clone() if y is None else x + y
+    scalars = out[:, 0, channels]
+    if atoms is None:
+        shift = (scalars.sum(dim=0) - total) / x.shape[0]
+    else:
+        system = torch.arange(len(atoms), device=x.device).repeat_interleave(atoms)
+        sums = x.new_zeros(len(atoms), scalars.shape[1]).index_add(0, system, scalars)
+        shift = ((sums - torch.as_tensor(total, device=x.device).expand(len(atoms))[:, None]) / atoms[:, None])[system]
+    balanced = torch.cat([out[:, 0, : channels.start], scalars - shift, out[:, 0, channels.stop :]], dim=1)
+    return torch.cat([balanced[:, None], out[:, 1:]], dim=1)
+
+
 def symmetric_contraction(x: Tensor, species: Tensor, weights: Tensor, contraction: Contraction, layout: str) -> Tensor:
     """Weighted equivariant polynomials of a node's features: the sum over terms of weight times x_0^p times a tree.
 

@@ -36,7 +36,9 @@ from torch import Tensor
 
 from . import reference
 from ._check import check_shape
+from ._compile import Kernel, kernel
 from ._couplings import Contraction, Term, contraction, coupling
+from ._device import wait_for_previous
 from ._launch import cdiv, next_power_of_2, processors, runs_kernels
 from ._species import (
     MAX_ORDERED,
@@ -167,7 +169,7 @@ def _load_four(at, mask, LANES: tl.constexpr):
     return a, b, c, d
 
 
-@triton.jit(do_not_specialize=["num_nodes", "walk"])
+@kernel(do_not_specialize=["num_nodes", "walk"])
 def _sum_walks_kernel(
     partial,
     groups,
@@ -179,6 +181,7 @@ def _sum_walks_kernel(
     BLOCK: tl.constexpr,
 ):
     """Gradient of the weights of one species: the sum of what walks have left of it, in a fixed order."""
+    wait_for_previous()
     i_species = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_columns = columns < WIDTH
@@ -272,17 +275,17 @@ def _constants(constants: dict[str, float], values: list[str]) -> list[str]:
     return lines + (["zero = tl.zeros([LANES], T)"] if "zero" in values else [])
 
 
-def _compiled(name: str, arguments: list[str], lines: list[str]) -> Any:
+def _compiled(name: str, arguments: list[str], lines: list[str]) -> Kernel:
     """A Triton kernel from its statements; sizes and the alignment of nothing but arrays lead to new compilations."""
     sizes = [a for a in arguments if a in ("num_nodes", "num_species", "walk", "missing")]
-    text = f"@triton.jit(do_not_specialize={sizes!r})\ndef {name}({', '.join(arguments)}):\n"
+    text = f"def {name}({', '.join(arguments)}):\n    wait_for_previous()\n"
     text += "".join(f"    {line}\n" for line in lines)
     file = f"<ase_fastuma generated {name}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # Triton reads sources by file
-    scope = {"triton": triton, "tl": tl, "__name__": __name__}
+    scope = {"tl": tl, "__name__": __name__, "wait_for_previous": wait_for_previous}
     scope |= {"_load_four": _load_four, "order_tile": order_tile}
     exec(compile(text, file, "exec"), scope)
-    return scope[name]
+    return kernel(do_not_specialize=sizes)(scope[name])
 
 
 class _Kernels:

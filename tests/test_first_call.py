@@ -13,6 +13,7 @@ import torch
 from ase import Atoms
 from ase_fastuma.kernels import _compile, _launch, edge, geometry, linear
 from ase_fastuma.kernels.groups import RowGroups
+from ase_fastuma.kernels.many_neighbours import Systems
 from edge_graphs import random_edges
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
@@ -115,14 +116,14 @@ def copper(charge: int) -> System:
 def members(mixtures: int, num_nodes: int, num_edges: int) -> Members:
     """Of a pack with a system for each mixture."""
     atoms, edges = ([total * i // mixtures for i in range(mixtures + 1)] for total in (num_nodes, num_edges))
-    lengths = torch.tensor(atoms).diff()
+    systems = Systems.of(torch.tensor(atoms).diff().tolist(), torch.device("cpu"))
     return Members(
-        charge=torch.zeros(mixtures, 1, dtype=torch.int64),
-        spin=torch.ones(mixtures, 1, dtype=torch.int64),
-        lengths=lengths,
-        mixture=torch.arange(mixtures).repeat_interleave(lengths),
-        edge_groups=RowGroups(edges, lengths.device),
-        atom_rows=RowGroups([0, num_nodes], lengths.device),
+        charge=torch.zeros(mixtures, dtype=torch.int64),
+        spin=torch.ones(mixtures, dtype=torch.int64),
+        systems=systems,
+        mixture=torch.arange(mixtures).repeat_interleave(systems.atoms),
+        edge_groups=RowGroups(edges, systems.atoms.device),
+        atom_rows=RowGroups([0, num_nodes], systems.atoms.device),
     )
 
 

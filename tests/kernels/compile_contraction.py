@@ -44,10 +44,11 @@ def compiled(kernel: Any, programs: Programs, groups: bool) -> dict[str, int | N
     constants: dict[str, int | None] = {"C": 128, "LANES": programs.lanes, "BLOCK_C": programs.channels}
     if not groups:
         constants["groups"] = None
-    names = kernel.arg_names
+    function = kernel._function
+    names = function.arg_names
     signature = {n: "constexpr" if n in constants else TYPES.get(n, "*fp32") for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
-    source = ASTSource(kernel, signature, {n: constants[n] for n in names if n in constants}, aligned)
+    source = ASTSource(function, signature, {n: constants[n] for n in names if n in constants}, aligned)
     options = {"num_warps": programs.lanes // 32, "enable_fp_fusion": True, "maxnreg": programs.registers}
     found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return usage(found) | {

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
+import pkgutil
+import textwrap
 import threading
 import warnings
 
 import pytest
 import torch
-from ase_fastuma.kernels._compile import dry_run
+from ase_fastuma.kernels._compile import Kernel, dry_run
+from ase_fastuma.kernels._couplings import contraction
 from ase_fastuma.kernels.linear import block_linear, block_weights
+from ase_fastuma.kernels.symmetric_contraction import _kernels
 from devices import DEVICES
 from triton.runtime._async_compile import active_mode
+
+from ase_fastuma import kernels
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -64,3 +73,36 @@ def test_warning_filters_stay_though_threads_change_them():
         assert warnings.filters != content  # which is what would stay
     assert warnings.filters is before
     assert warnings.filters == content
+
+
+def all_kernels() -> dict[str, Kernel]:
+    """Every kernel of the package by its name, generated ones of one contraction included."""
+    modules = [importlib.import_module(f"{kernels.__name__}.{m.name}") for m in pkgutil.iter_modules(kernels.__path__)]
+    found = {f"{m.__name__}.{n}": k for m in modules for n, k in vars(m).items() if isinstance(k, Kernel)}
+    generated = _kernels(contraction("0e+1o", "0e", 2), "mul_ir")
+    names = ("forward", "grad_x", "double", "grad_w", "grad_xw", "double_w")
+    return found | {f"contraction.{name}": getattr(generated, name) for name in names}
+
+
+def test_kernels_wait_before_they_read_or_write():
+    """They may start before the kernel before them has ended: a race, and wrong numbers now and then, otherwise."""
+    found = all_kernels()
+    assert len(found) > 30
+    for name, kernel in found.items():
+        (function,) = ast.parse(textwrap.dedent(inspect.getsource(kernel._function.fn))).body
+        body = function.body[1:] if ast.get_docstring(function) else function.body
+        first = body[: 1 + [ast.unparse(s) in ("wait_for_previous()", "gdc_wait()") for s in body].index(True)]
+        if "hopper" not in name:
+            assert len(first) == 1, name
+            continue
+        # What comes before makes room in shared memory alone.
+        called = {ast.unparse(n.func).split(".")[-1] for s in first for n in ast.walk(s) if isinstance(n, ast.Call)}
+        assert called == {
+            "allocate_shared_memory",
+            "MBarrierLayout",
+            "static_range",
+            "init",
+            "index",
+            "fence_async_shared",
+            "gdc_wait",
+        }
