@@ -541,8 +541,8 @@ def _launch_walks(
     options = {"num_warps": 1, "enable_fp_fusion": True, "maxnreg": registers}
     getattr(kernels, name)[(walks, blocks)](*arguments, C=channels, BLOCK_C=block, **options)
     width = terms * channels
-    sizes = {"WIDTH": width, "ROWS": 16, "BLOCK": 64}  # one warp, whose lanes sum rows on their own
-    _sum_walks_kernel[(num_species, cdiv(width, 64))](partial, groups, grad_w, num_nodes, walk, **sizes, num_warps=1)
+    sizes = {"WIDTH": width, "ROWS": 32, "BLOCK": 64}  # few species have many rows each, one after another
+    _sum_walks_kernel[(num_species, cdiv(width, 64))](partial, groups, grad_w, num_nodes, walk, **sizes, num_warps=2)
     return grad_w
 
 
