@@ -151,6 +151,17 @@ def load_l_major(ptr, stride, mask):
 
 
 @triton.jit
+def load_l_major_sum(x, y, stride, mask):
+    """Nine l-major coefficients of x + y, or of x alone where y is None."""
+    x0, x1, x2, x3, x4, x5, x6, x7, x8 = load_l_major(x, stride, mask)
+    if y is not None:
+        y0, y1, y2, y3, y4, y5, y6, y7, y8 = load_l_major(y, stride, mask)
+        x0, x1, x2, x3, x4 = x0 + y0, x1 + y1, x2 + y2, x3 + y3, x4 + y4
+        x5, x6, x7, x8 = x5 + y5, x6 + y6, x7 + y7, x8 + y8
+    return x0, x1, x2, x3, x4, x5, x6, x7, x8
+
+
+@triton.jit
 def store_l_major(ptr, stride, mask, x0, x1, x2, x3, x4, x5, x6, x7, x8):
     """The nine coefficients of an atom (edge) and channel, `stride` apart."""
     tl.store(ptr, x0, mask=mask)

@@ -18,7 +18,7 @@ from torch import Tensor
 from . import reference
 from ._check import check_shape
 from ._compile import kernel
-from ._device import load_l_major, store_l_major, wait_for_previous
+from ._device import load_l_major_sum, store_l_major, wait_for_previous
 from ._launch import cdiv, edge_tile, next_power_of_2, runs_kernels
 from .layout import NUM_COEFFICIENTS
 from .many_neighbours import Systems
@@ -47,6 +47,7 @@ def _shift_kernel(
     if first_atom is not None:
         first = tl.load(first_atom + i_system).to(tl.int32)
         last = tl.load(first_atom + i_system + 1).to(tl.int32)
+    if totals is not None:
         total = tl.load(totals + i_system)
     channels = tl.arange(0, BLOCK_C)
     m_c = channels < num_channels
@@ -82,11 +83,7 @@ def _balanced_sum_kernel(
     channels = tl.arange(0, BLOCK_C)[None, :]
     mask = (nodes < num_nodes) & (channels < C)
     at = nodes * (9 * C) + channels
-    s0, s1, s2, s3, s4, s5, s6, s7, s8 = load_l_major(x + at, C, mask)
-    if y is not None:
-        y0, y1, y2, y3, y4, y5, y6, y7, y8 = load_l_major(y + at, C, mask)
-        s0, s1, s2, s3, s4 = s0 + y0, s1 + y1, s2 + y2, s3 + y3, s4 + y4
-        s5, s6, s7, s8 = s5 + y5, s6 + y6, s7 + y7, s8 + y8
+    s0, s1, s2, s3, s4, s5, s6, s7, s8 = load_l_major_sum(x + at, None if y is None else y + at, C, mask)
     i_balanced = channels - first_channel
     balanced = mask & (i_balanced >= 0) & (i_balanced < num_channels)
     row = i_balanced + nodes * 0
@@ -105,9 +102,7 @@ def _launch(x: Tensor, y: Tensor | None, channels: slice, total: int | Tensor, s
     number = channels.stop - channels.start
     num_systems = 1 if systems is None else len(systems.sizes)
     shift = x.new_empty(num_systems, number)
-    totals = None
-    if systems is not None:
-        totals = total.contiguous() if isinstance(total, Tensor) else torch.full((num_systems,), total, device=x.device)
+    totals = total.contiguous() if isinstance(total, Tensor) else None
     # A single system's program is alone on the device: many atoms at once. Those of a pack are many, and small.
     atoms, warps = (1024, 16) if systems is None else (64, 1)
     _shift_kernel[(num_systems,)](
@@ -119,7 +114,7 @@ def _launch(x: Tensor, y: Tensor | None, channels: slice, total: int | Tensor, s
         num_nodes,
         channels.start,
         number,
-        0 if isinstance(total, Tensor) else total,
+        0 if totals is not None else total,
         C=width,
         BLOCK_N=atoms,
         BLOCK_C=next_power_of_2(number),

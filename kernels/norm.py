@@ -19,7 +19,7 @@ from torch import Tensor
 from . import reference
 from ._check import check_shape
 from ._compile import kernel
-from ._device import load_l_major, store_l_major, wait_for_previous
+from ._device import load_l_major, load_l_major_sum, store_l_major, wait_for_previous
 from ._launch import cdiv, edge_tile, runs_kernels
 from .edge import reference_gradient
 from .layout import LMAX, NUM_COEFFICIENTS
@@ -61,11 +61,8 @@ def _add_rms_norm_kernel(
     channels = tl.arange(0, BLOCK_C)[None, :]
     mask = (nodes < num_nodes) & (channels < C)
     at = nodes * (9 * C) + channels
-    s0, s1, s2, s3, s4, s5, s6, s7, s8 = load_l_major(x + at, C, mask)
+    s0, s1, s2, s3, s4, s5, s6, s7, s8 = load_l_major_sum(x + at, y + at if ADD else None, C, mask)
     if ADD:
-        y0, y1, y2, y3, y4, y5, y6, y7, y8 = load_l_major(y + at, C, mask)
-        s0, s1, s2, s3, s4 = s0 + y0, s1 + y1, s2 + y2, s3 + y3, s4 + y4
-        s5, s6, s7, s8 = s5 + y5, s6 + y6, s7 + y7, s8 + y8
         store_l_major(total + at, C, mask, s0, s1, s2, s3, s4, s5, s6, s7, s8)
     s0, r = _centre_and_scale(s0, s1, s2, s3, s4, s5, s6, s7, s8, mask, C, EPS)
     # Loaded as whole tiles, in the layout of the features: a single row's layout would be forced on all of them.

@@ -349,7 +349,7 @@ def balanced_sum(
     if atoms is None:
         shift = (scalars.sum(dim=0) - total) / x.shape[0]
     else:
-        system = torch.arange(len(atoms), device=x.device).repeat_interleave(atoms)
+        system = torch.arange(len(atoms), device=x.device).repeat_interleave(atoms, output_size=x.shape[0])
         sums = x.new_zeros(len(atoms), scalars.shape[1]).index_add(0, system, scalars)
         shift = ((sums - torch.as_tensor(total, device=x.device).expand(len(atoms))[:, None]) / atoms[:, None])[system]
     balanced = torch.cat([out[:, 0, : channels.start], scalars - shift, out[:, 0, channels.stop :]], dim=1)
