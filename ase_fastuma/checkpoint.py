@@ -263,7 +263,9 @@ def _architecture(config: dict[str, Any]) -> Architecture:
         key: tuple(value) if isinstance(value, list) else value for key, value in backbone.items() if key in known
     }
     for name in ("charge_balanced_channels", "spin_balanced_channels"):
-        values[name] = tuple(values.get(name) or ())
+        values[name] = channels = tuple(values.get(name) or ())
+        if channels and sorted(channels) != list(range(min(channels), max(channels) + 1)):
+            raise CheckpointError(f"{name}: expected channels that follow one another, got {list(channels)}")
     values["dataset_mapping"] = dict(values.get("dataset_mapping") or {})
     if _BACKBONES[class_name] == "eSCNMDMoeBackbone":
         values.setdefault("num_experts", 8)

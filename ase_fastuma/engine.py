@@ -58,7 +58,8 @@ logger = logging.getLogger(__name__)
 _CHUNK_EDGES = 1 << 17
 # Bytes of a pass over many systems: some ten thousand atoms fill any GPU.
 _PASS_BYTES = 12 << 30
-# The part of a GPU's memory for what spares the backward pass products but not whole layers.
+# The part of a GPU's memory for what spares the backward pass second linears and radial weights: all of them for 1000
+# atoms in "accurate", while nearly nine tenths stay for larger systems and for others.
 _KEPT_SHARE = 1 / 8
 
 # A direction through the plain operations takes as long as so many side by side in the kernels. A first estimate: by
@@ -176,9 +177,8 @@ class FusedBackend:
 
     def _curvature(self, network: Network, members: Members, directions: Tensor, inputs: EdgeInputs) -> Tensor:
         """Second derivatives along directions [K, N, 3]: float64 [K, K], before normalisation."""
-        arch, geometry = self._architecture, self._geometry(network, members, inputs)
-        balanced = [c for c in (arch.charge_balanced_channels, arch.spin_balanced_channels) if c]
-        slices = [slice(min(channels), max(channels) + 1) for channels in balanced]
+        geometry = self._geometry(network, members, inputs)
+        slices = [channels for channels, _ in self._balanced(members)]
 
         def work() -> Tensor:
             vectors, trace = geometry.vectors.detach().requires_grad_(), list[Tensor]()
@@ -387,7 +387,10 @@ class FusedBackend:
         )
 
     def _keep(self, num_edges: int) -> convolution.Keep:
-        """What fits: the first linears' outputs into the memory that is free, the rest into a share of all too."""
+        """What fits into a share of the device's memory, and for systems in parts into what is free of it.
+
+        The first linears' outputs spare the most work: what is free is bound enough for those.
+        """
         arch = self._architecture
         itemsize = 2 if self._kind == "half" else self._dtype.itemsize
         numbers = itemsize * num_edges * arch.num_layers
@@ -435,10 +438,9 @@ class FusedBackend:
             x, h = self._add_norm(x, convolved, layer.norm, members)
             update = layer.atomwise.plain(h) if self._plain else atomwise(h, layer.atomwise)
             traced(convolved, x, h, update)
-            if self._balanced:
-                x, h = self._add_norm(self._balanced_sum(x, update, members), None, norm, members)
-            else:
-                x, h = self._add_norm(x, update, norm, members)
+            for channels, total in self._balanced(members):
+                x, update = self._balanced_sum(x, update, channels, total, members), None
+            x, h = self._add_norm(x, update, norm, members)
             traced(x, h)
         hidden, (*inner, last) = h[:, 0], network.head
         for weights in inner:
@@ -460,23 +462,19 @@ class FusedBackend:
         total = x if y is None else x + y
         return total, reference.rms_norm(total, norm.weight, norm.bias if shift is None else norm.bias + shift)
 
-    @property
-    def _balanced(self) -> bool:
-        return bool(self._architecture.charge_balanced_channels or self._architecture.spin_balanced_channels)
+    def _balanced(self, members: Members) -> list[tuple[slice, int | Tensor]]:
+        """Channels whose scalars are shifted, and what they then sum to: the charge, and the spin less one."""
+        arch = self._architecture
+        totals = ((arch.charge_balanced_channels, members.charge), (arch.spin_balanced_channels, members.spin - 1))
+        return [(slice(min(channels), max(channels) + 1), total) for channels, total in totals if channels]
 
-    def _balanced_sum(self, x: Tensor, y: Tensor | None, members: Members) -> Tensor:
-        """x + y with the scalars of the balanced channels summing to the charge, or to the spin less one."""
-        charged, spun = self._architecture.charge_balanced_channels, self._architecture.spin_balanced_channels
+    def _balanced_sum(
+        self, x: Tensor, y: Tensor | None, channels: slice, total: int | Tensor, members: Members
+    ) -> Tensor:
         systems = members.systems
-        for channels, total in ((charged, members.charge), (spun, members.spin - 1)):
-            if channels:
-                balanced = slice(min(channels), max(channels) + 1)
-                if self._plain:
-                    x = reference.balanced_sum(x, y, balanced, total, systems and systems.atoms)
-                else:
-                    x = balanced_sum(x, y, balanced, total, systems)
-                y = None
-        return x
+        if self._plain:
+            return reference.balanced_sum(x, y, channels, total, systems and systems.atoms)
+        return balanced_sum(x, y, channels, total, systems)
 
     def _results(
         self, systems: Sequence[System], flat: np.ndarray, derivatives: bool, properties: frozenset[str]

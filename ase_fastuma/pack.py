@@ -56,7 +56,6 @@ class Pack:
         mixtures: the different mixtures among them.
         starts: first system of each mixture, and the number of systems.
         first_atoms: first atom of each mixture [G], int64.
-        systems: their sizes.
         numbers: atomic numbers [N]; those of mixture g are raised by g * Z, as `Network` wants them.
         pbc: which axes are periodic [S, 3].
         members: the rest, but for the edges of each mixture.
@@ -66,10 +65,15 @@ class Pack:
     mixtures: tuple[Mixture, ...]
     starts: list[int]
     first_atoms: Tensor
-    systems: Systems
     numbers: Tensor
     pbc: Tensor
     members: Members
+
+    @property
+    def systems(self) -> Systems:
+        """Which atoms belong to which system."""
+        assert self.members.systems is not None  # None stands for a single system outside of packs
+        return self.members.systems
 
     @classmethod
     def of(cls, systems: Sequence[System], mixtures: Sequence[Mixture], numbers: int, device: torch.device) -> Pack:
@@ -98,7 +102,6 @@ class Pack:
             mixtures=tuple(different),
             starts=starts,
             first_atoms=uploaded([packed.starts[system] for system in starts[:-1]]),
-            systems=packed,
             numbers=uploaded(np.concatenate(raised)),
             pbc=uploaded(np.stack([system.pbc for system in ordered])),
             members=members,

@@ -19,8 +19,10 @@ P0, P1, P2, P3, P4, P5, P6, P7, P8 = (tl.constexpr(M_MAJOR.index(i)) for i in ra
 
 _SQRT3 = tl.constexpr(3.0**0.5)
 HALF_TOP = tl.constexpr(2048.0)
-"""Rows stored in half precision are scaled so that their largest entry lies in [2^11, 2^12): a factor of 16 below the
-largest half, while the remainder of an entry 2^14 times smaller is still a normal half."""
+"""Rows that kernels scale by their largest entry have it in [2^11, 2^12): a factor of 16 below the largest half, while
+the remainder of an entry 2^14 times smaller is still a normal half."""
+LEAST_UNSCALE = tl.constexpr(2.0**-99)
+"""Least factor that a product's rows of halves stand for: its inverse is finite."""
 
 
 _COMPILED = tl.constexpr(not INTERPRETED)
@@ -28,12 +30,13 @@ _COMPILED = tl.constexpr(not INTERPRETED)
 
 @triton.jit
 def wait_for_previous():
-    """First statement of every kernel: wait for those before it, and let those after it start.
+    """First statement of every kernel that :class:`._compile.Kernel` launches: wait for those before it, and let those
+    after it start.
 
-    Where GPUs can (compute capability 9.0), the programs of a kernel start while the last ones of the kernel before
-    still run, and wait here until all its results are there: programmatic dependent launch, which
-    :class:`._compile.Kernel` asks for. Nothing may be read or written before. As each waits, all kernels before the
-    last have ended too.
+    Where GPUs can (compute capability 9.0 and above), the programs of a kernel start while the last ones of the kernel
+    before still run, and wait here until all its results are there: programmatic dependent launch, which that class
+    asks for. Nothing may be read or written before. As each waits, all kernels before the last have ended
+    too.
     """
     if _COMPILED and cuda_capability_geq(9, 0):
         gdc_wait()

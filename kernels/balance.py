@@ -159,7 +159,8 @@ def balanced_sum(
         x: node features [N, 9, C], l-major; float32 or float64 (half types are computed in float32).
         y: like x; or None, to balance x alone.
         channels: the balanced ones, first and last + 1.
-        total: what each channel's scalars sum to over the atoms of a system; with `systems` also one for each [S].
+        total: what each channel's scalars sum to over the atoms of a system; with `systems` also a tensor with one for
+            each [S], of any type.
         systems: which atoms belong to which system; None for one system of all atoms.
 
     Returns:
@@ -171,13 +172,18 @@ def balanced_sum(
     check_shape("x", x, (None, NUM_COEFFICIENTS, None))
     if y is not None:
         check_shape("y", y, tuple(x.shape), x)
-    if channels.step is not None or not 0 <= channels.start < channels.stop <= x.shape[2]:
+    whole = None not in (channels.start, channels.stop) and channels.step is None
+    if not whole or not 0 <= channels.start < channels.stop <= x.shape[2]:
         raise ValueError(f"channels: expected first and last + 1 of {x.shape[2]} channels, got {channels}")
     if systems is not None and systems.starts[-1] != x.shape[0]:
         raise ValueError(f"systems: expected those of {x.shape[0]} atoms, got {systems.starts[-1]}")
     if isinstance(total, Tensor) and (systems is None or total.shape != (len(systems.sizes),)):
         wanted = "a number for a single system" if systems is None else f"shape [{len(systems.sizes)}]"
         raise ValueError(f"total: expected {wanted}, got {list(total.shape)}")
+    beside = {"total": total, "systems": None if systems is None else systems.first_atom}
+    for name, tensor in beside.items():
+        if isinstance(tensor, Tensor) and tensor.device != x.device:
+            raise ValueError(f"{name}: expected device {x.device}, got {tensor.device}")
     x, y = (t.float() if t is not None and t.element_size() < 4 else t for t in (x, y))
     if not runs_kernels(x):
         return reference.balanced_sum(x, y, channels, total, None if systems is None else systems.atoms)

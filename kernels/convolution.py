@@ -127,7 +127,7 @@ def _matmul(
 
 
 def _linear(x: Operand, weights: BlockWeights, groups: RowGroups | None) -> Operand:
-    """An SO(2) linear, whose bias is left to who reads it: products without one have the whole choice of ways."""
+    """An SO(2) linear, whose bias is left to who reads it: products without one may go to the vendor's library."""
     return dataclasses.replace(_matmul(x, weights, groups, biased=False), bias=weights.bias)
 
 

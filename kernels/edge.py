@@ -381,6 +381,7 @@ def gather_rotate_scale_backward(
         present = (not edges.packed and few_atoms(num_nodes, x.device), edges.whole)
         others = [(False, True)] if edges.packed else itertools.product((False, True), repeat=2)
         for few, whole in choices(present, others):
+            # One edge a warp at a time leaves room for the most warps, by measurement; few atoms want wide programs.
             tile = edge_tile(width, x.element_size(), *((8, 8) if few else (1, 1)))
             _gather_rotate_scale_backward_kernel[(max(num_targets, num_sources), 2)](
                 grad.high,
@@ -647,6 +648,7 @@ def rotate_back_sum_forward(z: Operand, vectors: Tensor, weight: Tensor, edges: 
     if num_targets:
         present = not edges.packed and few_atoms(edges.num_nodes, out.device)
         for few in choices(present, (False,) if edges.packed else (False, True)):
+            # Two warps an edge, by measurement: half of the registers for sums a lane.
             tile = edge_tile(width, out.element_size(), *((4, 8) if few else (2, 4)))
             _rotate_back_sum_kernel[(num_targets,)](
                 z.high,

@@ -52,7 +52,7 @@ def _forces_kernel(gradient, vectors, target_start, by_source, source_start, for
 
 
 def forces_and_virial(
-    gradient: Tensor, vectors: Tensor, edges: EdgeList, lengths: Tensor | None = None
+    gradient: Tensor, vectors: Tensor, edges: EdgeList, atoms: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Forces [N, 3] and virial [3, 3], float64, in the units of the gradient (and times those of the vectors).
 
@@ -60,7 +60,7 @@ def forces_and_virial(
         gradient: dE/dr of each edge [E, 3]; rows beyond those that ``edges`` counts are not read.
         vectors: edge vectors r [E, 3], float64.
         edges: indices of all edges.
-        lengths: atoms of each of S systems that follow one another [S], int64; the virials are then [S, 3, 3].
+        atoms: number of atoms of each of S systems that follow one another [S], int64; the virials are then [S, 3, 3].
     """
     num_nodes = edges.num_nodes
     forces = torch.empty(num_nodes, 3, dtype=torch.float64, device=gradient.device)
@@ -82,7 +82,7 @@ def forces_and_virial(
         forces = torch.zeros_like(forces).index_add(0, target, gradient)
         forces = forces.index_add(0, edges.source.long(), -gradient)
         virials = torch.zeros_like(virials).index_add(0, target, vectors.double()[:, :, None] * gradient[:, None, :])
-    if lengths is None:
+    if atoms is None:
         return forces, virials.sum(dim=0)
     # "unsafe" leaves out checks that would wait for the device.
-    return forces, torch.segment_reduce(virials.flatten(1), "sum", lengths=lengths, unsafe=True).view(-1, 3, 3)
+    return forces, torch.segment_reduce(virials.flatten(1), "sum", lengths=atoms, unsafe=True).view(-1, 3, 3)

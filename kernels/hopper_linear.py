@@ -28,6 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ._compile import kernel
+from ._device import LEAST_UNSCALE
 from ._launch import MatmulTile, cdiv, processors
 from .operand import SPLIT_OF_KIND, Operand
 
@@ -188,7 +189,8 @@ def _multiply_tiles(
         sums = sums + gl.expand_dims(gl.load(bias + columns, mask=columns < biased, other=0.0), 0)
         if HALF:
             bound = w_bound + group * 2
-            unscale = gl.maximum(unscale * gl.load(bound), gl.load(bound + 1))
+            least = gl.where(num_biased > 0, gl.load(bound + 1), LEAST_UNSCALE)
+            unscale = gl.maximum(unscale * gl.load(bound), least)
             sums = sums * gl.expand_dims(1.0 / unscale, 1)
             gl.store(out_unscale + rows, unscale, mask=m_m & (o_first + column == 0))
         stored = sums.to(strips.dtype)

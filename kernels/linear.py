@@ -10,8 +10,8 @@ Such weights are stored once: the products with their transposes read them in pl
 
 Precision is that of the operands (:mod:`.operand`). The kernel takes half-precision operands; products of many rows
 have one of their own on Hopper GPUs (:mod:`.hopper_linear`). IEEE float32 and float64 go to the vendor's library, which
-is the fastest there, and so do halves without a bias, of many rows that share their weights. Torch's switches for
-products do not act on any of these.
+is the fastest there, and so do products of many rows in halves, results too, that add no bias and share their weights.
+Torch's switches for products do not act on any of these.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 from . import reference
 from ._check import check_shape
 from ._compile import choices, kernel
-from ._device import wait_for_previous
+from ._device import LEAST_UNSCALE, wait_for_previous
 from ._launch import MatmulTile, cdiv, hopper_tile, library_multiplies, matmul_tile, product_sizes, runs_kernels
 from .groups import RowGroups
 from .operand import (
@@ -43,7 +43,8 @@ from .operand import (
 )
 
 WEIGHT_TOP = 2.0**15
-"""Bound on sums of absolute weights stored as halves: their entries stay halves, and keep all their bits far down."""
+"""Bound on sums of absolute weights stored as halves: half of the largest half, so that no entry overflows, while
+entries 2^29 times smaller are still normal halves."""
 
 
 @kernel(
@@ -168,7 +169,8 @@ def _block_linear_kernel(
     o_offset = rows[:, None] * (N0 + N1 + N2) + columns[None, :]
     if HALF:
         # No maximum over the row is needed: the scale follows from a bound on what the weights can make of it.
-        unscale = tl.maximum(unscale * tl.load(w_bound), tl.load(w_bound + 1))
+        least = tl.where(num_biased > 0, tl.load(w_bound + 1), LEAST_UNSCALE)
+        unscale = tl.maximum(unscale * tl.load(w_bound), least)
         sums *= (1.0 / unscale)[:, None]
         if i_tile == 0:
             tl.store(out_unscale + first + rows, unscale, mask=m_m)
@@ -188,7 +190,7 @@ class BlockWeights:
             library multiplies ``matrices``. Of weights in groups ``forward`` alone, a row for each group and a scale
             for each of its blocks [G, 3].
         forward_bound, backward_bound: for kind "half", powers of two [2] (times groups): how much larger than a row's
-            largest entry a product can be, and the bias in units of the largest half that is stored.
+            largest entry a product can be, and the bias, where it is added, in units of HALF_TOP.
     """
 
     kind: str
@@ -224,7 +226,7 @@ def block_weights(matrices: list[Tensor], bias: Tensor | None, kind: str) -> Blo
 
 
 def _bound(rows: list[Tensor], bias: Tensor | None) -> Tensor:
-    """Powers of two at or above the largest sum of absolute weights of an output, and the bias over the largest half.
+    """Powers of two at or above the largest sum of absolute weights of an output, and the bias over HALF_TOP.
 
     `rows` [G, N_b, K_b] hold the weights of one output each; the result is [G, 2].
     """
@@ -232,7 +234,7 @@ def _bound(rows: list[Tensor], bias: Tensor | None) -> Tensor:
     shift = torch.zeros_like(growth)
     if bias is not None and bias.numel():
         shift += bias.abs().amax() / HALF_TOP
-    bounds = torch.stack([growth, shift], dim=1).clamp(min=2.0**-100)
+    bounds = torch.stack([growth, shift], dim=1).clamp(min=LEAST_UNSCALE.value / 2)
     return torch.ldexp(torch.ones_like(bounds), torch.frexp(bounds).exponent)
 
 

@@ -10,7 +10,8 @@ kind       storage                                     a product of two such ope
 =========  ==========================================  ==================================================
 
 Scales are exact powers of two, so splitting loses nothing but what lies below 22 (11) significant bits; the halves of a
-row can neither overflow nor lose their small entries, whatever the row's magnitude.
+row can neither overflow nor lose their small entries, whatever the row's magnitude. (Halves that
+products store, and weights of kind "half", have scales from bounds instead: :mod:`.linear`.)
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from . import _device
 from ._compile import kernel
 from ._device import power_of_two_scale, store_value, wait_for_previous
 from ._launch import cdiv, next_power_of_2, runs_kernels
@@ -32,7 +34,7 @@ KINDS = ("double", "single", "split", "half")
 SPLIT_OF_KIND = {"double": 0, "single": 0, "half": 1, "split": 2}
 """The storage that kernels call SPLIT: 0 as it is, 1 one half, 2 two halves."""
 
-HALF_TOP = 2048.0
+HALF_TOP: float = _device.HALF_TOP.value
 """The largest entry of a row stored as halves lies in [HALF_TOP, 2 HALF_TOP)."""
 
 

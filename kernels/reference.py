@@ -342,7 +342,8 @@ def balanced_sum(
 
     Args:
         x, y: [N, 9, C], l-major; y may be None. channels: the balanced ones.
-        total: a number or, for each system, [S]. atoms: those of each system that follow one another [S]; None for one.
+        total: a number or, for each system, [S].
+        atoms: how many each system has, one after another [S]; None for one system.
     """
     out = x.clone() if y is None else x + y
     scalars = out[:, 0, channels]

@@ -12,7 +12,7 @@ differentiated from it as straight-line programs (:mod:`._straightline`) and wri
 
     out(x, w)                                   one lane a (node, channel), all in registers
     grad x (x, w, g)                            the same
-    double: gradients of <h, grad x> with respect to x and g, of (x, w, g, h)        the same
+    double: gradients of <h, grad x> with respect to x and g, of (x, w, g, h)        the same, of 0e+1o+2e with spills
     grad w (x, g), and the gradient of <h, grad x> with respect to w                 summed from node to node
     both gradients of <g, out>                                                       in one such pass
 
@@ -73,12 +73,12 @@ class Programs(NamedTuple):
 
 
 def programs_of_nodes(name: str, terms: int) -> Programs:
-    """Programs of a kernel by its name and the number of polynomials, by measurement."""
-    if name == "forward":  # its programs that group nodes are as large, and fewer the larger they are
+    """Programs of a kernel by its name and the number of polynomials: the fastest of a sweep on an H200 (NOTES.md)."""
+    if name == "forward":  # some of its programs group nodes instead, each as large as the others: wide ones are few
         return Programs(128, 128)
     if name == "double" and terms <= 32:
         return Programs(128, CHANNELS)
-    if name == "double":  # of 49 polynomials: 255 registers do not do, and more warps at once are worth more spills
+    if name == "double":  # 49 polynomials do not fit 255 registers either: fewer spill more, but let more warps run
         return Programs(32, CHANNELS, 168)
     return Programs(32, CHANNELS)
 
@@ -541,7 +541,7 @@ def _launch_walks(
     options = {"num_warps": 1, "enable_fp_fusion": True, "maxnreg": registers}
     getattr(kernels, name)[(walks, blocks)](*arguments, C=channels, BLOCK_C=block, **options)
     width = terms * channels
-    sizes = {"WIDTH": width, "ROWS": 32, "BLOCK": 64}  # few species have many rows each, one after another
+    sizes = {"WIDTH": width, "ROWS": 32, "BLOCK": 64}  # few species have hundreds of rows each: many at once
     _sum_walks_kernel[(num_species, cdiv(width, 64))](partial, groups, grad_w, num_nodes, walk, **sizes, num_warps=2)
     return grad_w
 

@@ -167,6 +167,10 @@ def test_classes_named_in_the_configuration(tmp_path: Path) -> None:
     config = standin_module.model_config(head="Unknown_Head")
     with pytest.raises(CheckpointError, match="unsupported head Unknown_Head"):
         load_checkpoint(save(tmp_path / "file.pt", model_config=config))
+    config = standin_module.model_config()
+    config["backbone"]["spin_balanced_channels"] = [2, 4]
+    with pytest.raises(CheckpointError, match=r"spin_balanced_channels: expected channels that follow .* got \[2, 4\]"):
+        load_checkpoint(save(tmp_path / "file.pt", model_config=config))
 
 
 def test_recipes_named_in_the_tasks(tmp_path: Path) -> None:

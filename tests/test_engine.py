@@ -131,7 +131,7 @@ def test_chunks_equal_one_piece(backends, standin, precision, monkeypatch):
 
 
 def test_a_card_that_others_have_filled(standin, monkeypatch):
-    """Nothing is kept in memory that is not free, however large the card."""
+    """A system in parts keeps nothing in memory that is not free, however large the card."""
     engine, free = FusedBackend(load_checkpoint(standin), Settings(device="cpu")), []
     engine._device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1e15))

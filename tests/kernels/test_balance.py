@@ -14,8 +14,8 @@ from tolerances import TOLERANCE
 SIZES = [1, 70, 3, 64]  # one atom; more than a program takes at once; as many
 
 
-def sum_of(sizes, device):
-    """Features of all atoms, their systems, and a total for each."""
+def case_of(sizes, device):
+    """Shape of the features, the systems, and a total for each."""
     systems = Systems.of(sizes, torch.device(device))
     return (sum(sizes), 9, 24), systems, torch.arange(len(sizes), device=device) - 1
 
@@ -26,7 +26,7 @@ def sum_of(sizes, device):
 @pytest.mark.parametrize("sizes", [[1], [13], [1030], SIZES], ids=str)
 @pytest.mark.parametrize("device", DEVICES)
 def test_outputs_and_gradients_equal_the_reference(device, sizes, channels, dtype, added):
-    shape, systems, totals = sum_of(sizes, device)
+    shape, systems, totals = case_of(sizes, device)
     packed, total = (None, -2) if len(sizes) == 1 else (systems, totals)
     exact = [random(shape, device, torch.float64, seed).requires_grad_() for seed in range(1 + added)]
     want = reference.balanced_sum(exact[0], exact[1] if added else None, channels, total, packed and systems.atoms)
@@ -41,7 +41,7 @@ def test_outputs_and_gradients_equal_the_reference(device, sizes, channels, dtyp
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_totals_are_met_and_all_else_stays(device):
-    shape, systems, totals = sum_of(SIZES, device)
+    shape, systems, totals = case_of(SIZES, device)
     x = random(shape, device, torch.float64)
     got = balanced_sum(x, None, slice(5, 14), totals, systems)
     for first, size, total in zip(systems.starts, SIZES, totals.tolist(), strict=False):
@@ -54,7 +54,7 @@ def test_totals_are_met_and_all_else_stays(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_system_does_not_depend_on_the_others(device):
-    shape, systems, totals = sum_of(SIZES, device)
+    shape, systems, totals = case_of(SIZES, device)
     x, y = random(shape, device, torch.float32), random(shape, device, torch.float32, 1)
     got = balanced_sum(x, y, slice(0, 9), totals, systems)
     rows = slice(systems.starts[1], systems.starts[2])
@@ -64,7 +64,7 @@ def test_a_system_does_not_depend_on_the_others(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_finite_differences(device):
-    _, systems, totals = sum_of([1, 2], device)
+    _, systems, totals = case_of([1, 2], device)
     x, y = (random((3, 9, 2), device, torch.float64, seed).requires_grad_() for seed in (0, 1))
 
     def of(x, y):
@@ -88,12 +88,18 @@ def test_no_atoms(device):
         ({"channels": slice(2, 5)}, r"channels: expected first and last \+ 1 of 4 channels, got slice\(2, 5, None\)"),
         ({"channels": slice(1, 1)}, "channels: expected first and last"),
         ({"channels": slice(0, 4, 2)}, "channels: expected first and last"),
+        ({"channels": slice(None, 4)}, "channels: expected first and last"),
         ({"systems": Systems.of([2], torch.device("cpu"))}, "systems: expected those of 3 atoms, got 2"),
         ({"total": torch.zeros(2)}, r"total: expected a number for a single system, got \[2\]"),
         (
             {"total": torch.zeros(2), "systems": Systems.of([3], torch.device("cpu"))},
             r"total: expected shape \[1\], got \[2\]",
         ),
+        (
+            {"total": torch.zeros(1, device="meta"), "systems": Systems.of([3], torch.device("cpu"))},
+            "total: expected device cpu, got meta",
+        ),
+        ({"systems": Systems.of([3], torch.device("meta"))}, "systems: expected device cpu, got meta"),
     ],
 )
 def test_bad_arguments(change, message):
