@@ -110,8 +110,8 @@ def table(run: list[Row]) -> str:
     intro = f"""\
 Measured on an {about["gpu"]} with torch {about["torch"]} and triton {about["triton"]}: medians of energy, forces and
 stress through ASE (`benchmarks/end_to_end.py`), rattled structures, random weights of UMA-S's shape. Force errors are
-relative, against float64. One run, commit {about["commit"]} of {about["date"]}; its rows, each with its command, are in
-`benchmarks/results/`."""
+relative, against float64. Rows of one commit, day and kind of machine: {about["commit"]}, {about["date"]}; they are in
+`benchmarks/results/`, each with its command."""
     return f"{intro}\n\n" + "\n".join(lines) + f"\n\n![Time and memory against atoms]({PLOT.relative_to(ROOT)})"
 
 

@@ -36,7 +36,7 @@ def usage(found: Any) -> dict[str, int]:
     }
 
 
-def compiled(kernel: Any, programs: Programs, groups: bool) -> dict[str, int | None]:
+def compiled(kernel: Any, programs: Programs, groups: bool) -> dict[str, int]:
     """Registers, local memory (spills) and shared memory of one kernel, and how many wide loads and stores it has.
 
     `groups`: whether it is given an array of them.
@@ -54,7 +54,6 @@ def compiled(kernel: Any, programs: Programs, groups: bool) -> dict[str, int | N
     return usage(found) | {
         "wide_loads": len(re.findall(r"ld\.global\S*\.v4", found.asm["ptx"])),
         "wide_stores": len(re.findall(r"st\.global\S*\.v4", found.asm["ptx"])),
-        "most": programs.registers or 255,
     }
 
 

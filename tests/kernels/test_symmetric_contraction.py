@@ -342,10 +342,20 @@ def test_operations(irreps_out, forward, backward, double):
 
 
 SHARED = {"forward": 1024, "grad_xw": 512}
+# As in kernels/README.md, forward passes with groups; the double backward of Triton 3.9, which takes most.
+REGISTERS = {
+    "0e forward": 72,
+    "0e grad_x": 64,
+    "0e grad_xw": 96,
+    "0e double": 96,
+    "0e+1o forward": 72,
+    "0e+1o grad_x": 80,
+    "0e+1o grad_xw": 168,
+}
 
 
 def test_kernels_fit_into_registers():
-    """Compiled for the H100 without a GPU: no spills, wide loads and stores, and room for as many lanes as planned."""
+    """Compiled for the H100 without a GPU: no spills, wide loads and stores, and as few registers as documented."""
     script = Path(__file__).with_name("compile_contraction.py")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -355,7 +365,7 @@ def test_kernels_fit_into_registers():
         assert found["shared"] <= {"0e grad_x": 2048}.get(name, SHARED.get(name.split()[1], 0)), (name, found)
         assert found["wide_loads"] >= 4, (name, found)
         assert found["wide_stores"] == (0 if "forward" in name else 4), (name, found)
-        assert found["registers"] <= found["most"], (name, found)
+        assert found["registers"] <= REGISTERS[name], (name, found)
 
 
 @pytest.mark.gpu
