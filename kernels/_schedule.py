@@ -19,7 +19,7 @@ Values = Mapping[int, Sequence[tuple]]
 
 
 def few_live(values: Values, outputs: Collection[int], on_demand: Collection[int]) -> list[Place]:
-    """All summands, each after what it is made of: the best of three greedy orders.
+    """All summands, each after what it is made of: the best of three greedy orders, none of which is best for all.
 
     Args:
         values: each after those it is made of. Most orders prefer late ones, whose factors have been made by then.
@@ -52,7 +52,7 @@ def _greedy(values: Values, lasting: Collection[int], rank: Mapping[int, int], p
     """Take next what ends more live values than others, or begins fewer; among those the value of lowest rank.
 
     With `patient`, among values not begun, first one whose summands wait for fewest other values. Ends of `lasting`
-    values do not count.
+    values do not count: outputs live on, and inputs that are loaded on demand are no reason to hurry.
     """
     reads = {(v, i): set(summand[1:]) for v, value in values.items() for i, summand in enumerate(value)}
     readers: dict[int, list[Place]] = {}

@@ -16,9 +16,11 @@ Torch's switches for products do not act on any of these.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -347,6 +349,32 @@ def _library_halves(x: Operand, w: Operand, shapes: Sequence[tuple[int, int]], o
     torch.mul(x.unscale, bound[0, 0], out=out.unscale)
 
 
+class _Way(NamedTuple):
+    """A way to multiply: on Hopper's own units or not, in these tiles; without any, by the vendor's library."""
+
+    on_hopper: bool
+    tile: MatmulTile | None
+
+
+def _way(
+    kind: str,
+    shapes: Sequence[tuple[int, int]],
+    device: torch.device,
+    by_library: bool,
+    grouped: bool,
+    rows: int,
+    rows_a_group: int | None,
+) -> _Way:
+    """How to multiply so many rows by blocks of these shapes; `by_library` allows that way."""
+    if by_library and library_multiplies(rows, shapes, device):
+        return _Way(False, None)
+    tile = hopper_tile(rows, shapes, kind, device, rows_a_group if grouped else None)
+    if tile is not None:
+        return _Way(True, tile)
+    depth, width = (max(sizes) for sizes in zip(*shapes, strict=True))
+    return _Way(False, matmul_tile(rows, depth, width, kind, device, rows_a_group))
+
+
 def block_matmul(
     x: Operand,
     weights: BlockWeights,
@@ -384,26 +412,14 @@ def block_matmul(
         return out
 
     by_library = half and bias is None and groups is None
-
-    def chosen(num_rows: int, rows_a_group: int | None) -> tuple[bool, MatmulTile] | None:
-        """Whether to multiply on Hopper's own units, and the tile; None for the library."""
-        device = x.high.device
-        if by_library and library_multiplies(num_rows, shapes, device):
-            return None
-        on_hopper = hopper_tile(num_rows, shapes, x.kind, device, rows_a_group if grouped else None)
-        if on_hopper is not None:
-            return True, on_hopper
-        depth, width = (max(sizes) for sizes in zip(*shapes, strict=True))
-        return False, matmul_tile(num_rows, depth, width, x.kind, device, rows_a_group)
-
+    way_for = functools.partial(_way, x.kind, shapes, x.high.device, by_library, grouped)
     rows_a_group = None if groups is None else rows // max(1, groups.num_groups)
-    others = itertools.starmap(chosen, product_sizes(groups is not None))
-    for choice in choices(chosen(rows, rows_a_group), others):
-        if choice is None:
+    others = itertools.starmap(way_for, product_sizes(groups is not None))
+    for on_hopper, tile in choices(way_for(rows, rows_a_group), others):
+        if tile is None:
             assert bound is not None  # as of all weights of kind "half"
             _library_halves(x, w, shapes, out, bound)
             continue
-        on_hopper, tile = choice
         if on_hopper:
             from .hopper_linear import hopper_matmul as multiply  # Gluon is young: nothing else should depend on it
         else:

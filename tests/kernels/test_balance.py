@@ -53,6 +53,17 @@ def test_totals_are_met_and_all_else_stays(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_half_types_and_strides(device):
+    """Half types are computed in float32; arrays may lie in memory in any order."""
+    shape, systems, totals = case_of(SIZES, device)
+    x, y = random(shape, device, torch.float32), random(shape[::-1], device, torch.float32, 1).permute(2, 1, 0)
+    got = balanced_sum(x.half(), y.half(), slice(5, 14), totals, systems)
+    want = balanced_sum(x.half().float(), y.half().float().contiguous(), slice(5, 14), totals, systems)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_system_does_not_depend_on_the_others(device):
     shape, systems, totals = case_of(SIZES, device)
     x, y = random(shape, device, torch.float32), random(shape, device, torch.float32, 1)

@@ -81,8 +81,8 @@ def test_library_multiplies_halves(device, transposed, monkeypatch):
 
 
 @pytest.mark.parametrize("allowed", [(True, True), (False, False)])
-def test_sums_of_halves_are_float32(allowed):
-    """Switches are as they were afterwards."""
+def test_switches_of_half_products(allowed):
+    """Sums are float32's within, and switches are as they were afterwards."""
     switches = torch.backends.cuda.matmul
     names = ("allow_fp16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction_split_k")
     before, accumulation = tuple(getattr(switches, n) for n in names), switches.allow_fp16_accumulation
