@@ -19,6 +19,8 @@ PROPERTIES = ("energy", "free_energy", "energies", "forces", "stress")
 
 # Structures that are drawn and prepared at a time: most of the work on one is NumPy's for each call.
 _BLOCK = 128
+# Stands for what one of two iterables has too few of.
+_MISSING = object()
 # A progress bar appears where a list takes longer than this (seconds).
 _PATIENCE = 2.0
 
@@ -85,8 +87,9 @@ def evaluate(
     wanted = _wanted(properties)
     if errors not in ("raise", "return"):
         raise ValueError(f"errors: expected 'raise' or 'return', got {errors!r}")
-    if isinstance(structures, Atoms):
-        raise TypeError("structures: expected an iterable of structures, got a single one")
+    if isinstance(structures, Atoms) or not isinstance(structures, Iterable):
+        got = "a single one" if isinstance(structures, Atoms) else type(structures).__name__
+        raise TypeError(f"structures: expected an iterable of structures, got {got}")
     calc = calculator if isinstance(calculator, FastUMACalculator) else FastUMACalculator(calculator)
     if tasks is not None:
         tasks = list(tasks)
@@ -128,9 +131,14 @@ def requests(
     calc: FastUMACalculator, structures: Iterable[Atoms], tasks: Iterable[str | None] | None, wanted: frozenset[str]
 ) -> Iterator[Request | Exception]:
     """A request for each structure, or the exception that says why there is none."""
-    paired: Iterator[tuple[Atoms, str | None]]
-    paired = zip(structures, itertools.repeat(None)) if tasks is None else zip(structures, tasks, strict=True)
+    paired: Iterator[tuple[Any, Any]]
+    if tasks is None:
+        paired = zip(structures, itertools.repeat(None))
+    else:
+        paired = itertools.zip_longest(structures, tasks, fillvalue=_MISSING)
     while block := list(itertools.islice(paired, _BLOCK)):
+        if any(atoms is _MISSING for atoms, _ in block):
+            raise ValueError("tasks: expected one for each structure, got more")
         yield from _of_block(calc, block, wanted)
 
 
@@ -151,6 +159,8 @@ def _state(calc: FastUMACalculator, atoms: Atoms, task: str | None) -> Any:
     try:
         if not isinstance(atoms, Atoms):
             raise TypeError(f"structures: expected ase.Atoms, got {atoms!r}")
+        if task is _MISSING:
+            raise ValueError("tasks: expected one for each structure, got none for this one")
         return calc._state(atoms, task)
     except (ValueError, TypeError) as error:
         return error.with_traceback(None)

@@ -324,10 +324,14 @@ class FastUMACalculator(Calculator):
         """Products of the Hessian (eV/A^2) with k vectors: float64 [k, N, 3] for [k, N, 3], exact.
 
         All vectors share one evaluation, so the matrix itself is never needed: for Lanczos and dimer methods. Raises
-        ValueError for vectors of another shape or that are not finite, and what `get_hessian` raises.
+        ValueError and TypeError for vectors of another shape or that are not finite numbers, and what `get_hessian`
+        raises.
         """
         atoms = self._structure(atoms)
-        vectors = np.array(vectors, dtype=np.float64)
+        try:
+            vectors = np.array(vectors, dtype=np.float64)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"vectors: expected numbers, got {vectors!r}") from error
         if vectors.ndim != 3 or vectors.shape[1:] != (len(atoms), 3):
             raise ValueError(f"vectors: expected shape [k, {len(atoms)}, 3], got {list(vectors.shape)}")
         if not np.isfinite(vectors).all():

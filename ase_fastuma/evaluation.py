@@ -11,6 +11,7 @@ import torch
 from ase.stress import full_3x3_to_voigt_6_stress
 
 from ase_fastuma.backend import ALONE, Backend
+from ase_fastuma.memory import out_of_memory_is_one_error
 from ase_fastuma.system import System
 
 Results = dict[str, Any]
@@ -50,7 +51,7 @@ class Request:
 def evaluate_one(backend: Backend, request: Request) -> Results:
     """The results of one structure. Raises what the backend raises, and MemoryError where memory runs out."""
     try:
-        with ALONE:
+        with ALONE, out_of_memory_is_one_error():
             raw = backend.evaluate(request.system, request.properties)
     except torch.OutOfMemoryError as error:
         raise _memory_error(request.system) from error
@@ -74,11 +75,11 @@ def _second_derivatives(
     function: Callable[[System, np.ndarray], np.ndarray], system: System, argument: np.ndarray
 ) -> np.ndarray:
     try:
-        with ALONE:
+        with ALONE, out_of_memory_is_one_error():
             found = function(system, argument)
     except torch.OutOfMemoryError as error:
         raise MemoryError(
-            f"out of device memory for second derivatives of {len(system.numbers)} atoms; "
+            f"out of memory for second derivatives of {len(system.numbers)} atoms; "
             "get_hessian with method='finite-difference' needs no more than forces do"
         ) from error
     if not np.isfinite(found).all():
@@ -144,7 +145,7 @@ class _Passes:
             return []
         wanted = frozenset().union(*(request.properties for request in requests))
         try:
-            with ALONE:
+            with ALONE, out_of_memory_is_one_error():
                 raw = self._backend.evaluate_many([request.system for request in requests], wanted)
         except (torch.OutOfMemoryError, ValueError, FloatingPointError) as error:
             out_of_memory = isinstance(error, torch.OutOfMemoryError)
@@ -168,6 +169,6 @@ def _outcome(request: Request, raw: dict[str, np.ndarray]) -> Results | Exceptio
 
 def _memory_error(system: System) -> MemoryError:
     return MemoryError(
-        f"out of device memory for {len(system.numbers)} atoms; a smaller structure, or general mode with "
+        f"out of memory for {len(system.numbers)} atoms; a smaller structure, or general mode with "
         "activation_checkpointing=True, needs less"
     )

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING
 from zipfile import is_zipfile
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 STEP = 0.01
 """Displacement in A, as in ASE's Vibrations and in phonopy."""
 
+# Shorter steps leave nothing but rounding of float64 forces, and longer ones another structure (A).
+_STEPS = (1e-6, 1.0)
+
 # What is lost at most when a run is killed (seconds); one that is interrupted or fails loses nothing.
 _SAVE_EVERY = 10.0
 
@@ -39,8 +43,10 @@ def finite_difference_hessian(
 
     See `FastUMACalculator.get_hessian` for `file` and `progress`.
     """
-    if not step > 0:
-        raise ValueError(f"step: expected a positive length in A, got {step!r}")
+    if isinstance(step, bool) or not isinstance(step, Real):
+        raise TypeError(f"step: expected a length in A, got {step!r}")
+    if not _STEPS[0] <= step <= _STEPS[1]:
+        raise ValueError(f"step: expected {_STEPS[0]:g} to {_STEPS[1]:g} A, got {step!r}")
     rows = _Rows(calc, atoms, indices, step, None if file is None else Path(file))
     missing = np.flatnonzero(np.isnan(rows.values[:, 0]))
     structures = _displaced(atoms, indices, missing, step)

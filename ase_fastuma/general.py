@@ -7,6 +7,7 @@ what the fused backend does not cover, and the reference that the fused backend 
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import warnings
 from collections import OrderedDict
@@ -112,6 +113,7 @@ class GeneralBackend:
             ieee_products(),
             _fixed_rolls(self._device),
             _beta_warnings_ignored(),
+            _root_logger_as_it_was(),
         ):
             yield
 
@@ -381,6 +383,17 @@ def _beta_warnings_ignored() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="index_reduce\\(\\) is in beta", category=UserWarning)
         yield
+
+
+@contextmanager
+def _root_logger_as_it_was() -> Iterator[None]:
+    """fairchem-core warns through the root logger, which would set itself up to print where no one has done so."""
+    root, silent = logging.getLogger(), logging.NullHandler()
+    root.addHandler(silent)
+    try:
+        yield
+    finally:
+        root.removeHandler(silent)
 
 
 def import_fairchem() -> None:

@@ -128,9 +128,12 @@ def accelerate(model: torch.nn.Module) -> torch.nn.Module:
         The same model.
 
     Raises:
+        TypeError: no module.
         ValueError: nothing to replace, or a contraction with other irreps than 0e, 1o, 2e, 3o (all from 0e on, on
             input) or a correlation above 3; then nothing is replaced.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     found = {name: m for name, m in model.named_modules() if isinstance(m, SymmetricContraction)}
     if not found:
         raise ValueError(f"model: expected modules of class SymmetricContraction, got none in {type(model).__name__}")

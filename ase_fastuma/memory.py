@@ -1,6 +1,9 @@
-"""What a GPU has left."""
+"""What a GPU has left, and one error where memory runs out."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -12,3 +15,16 @@ def free_memory(device: torch.device) -> int:
     statistics = torch.cuda.memory_stats_as_nested_dict(device)
     held, used = (statistics[f"{name}_bytes"]["all"]["current"] for name in ("reserved", "allocated"))
     return unheld + held - used
+
+
+@contextmanager
+def out_of_memory_is_one_error() -> Iterator[None]:
+    """Raise torch.OutOfMemoryError on the CPU too, where torch raises a bare RuntimeError and NumPy a MemoryError."""
+    try:
+        yield
+    except MemoryError as error:
+        raise torch.OutOfMemoryError(str(error)) from error
+    except RuntimeError as error:
+        if "DefaultCPUAllocator" not in str(error):
+            raise
+        raise torch.OutOfMemoryError(str(error)) from error

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from ase.data import chemical_symbols
+from ase.geometry import minkowski_reduce
 from scipy.spatial import cKDTree
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ SPINS = (0, 100)
 _REVERSED = np.array([[1.0], [1.0], [-1.0]])
 # Cell vectors shorter than this (A), or closer to the plane of the others, span no cell.
 _FLAT = 1e-3
+# A cell with a vector so many times longer than the height along it gets shorter ones: searches for neighbours go
+# through more images the closer together its faces are.
+_SKEWED = 10.0
 COINCIDENT = 1e-3
 """Two atoms closer than this (A) are one atom given twice."""
 
@@ -34,7 +38,7 @@ class System:
     |---|---|---|
     | numbers | int64 [N] | atomic numbers, 1 to 99 |
     | positions | float64 [N, 3] | A, as given |
-    | cell | float64 [3, 3] | A, rows are vectors; right-handed, open axes completed (see `from_atoms`) |
+    | cell | float64 [3, 3] | A, rows are vectors; right-handed, little skewed, open axes completed (`from_atoms`) |
     | pbc | bool [3] | which axes are periodic |
     | task | str | task of the checkpoint |
     | charge, spin | int | total charge (e) and multiplicity |
@@ -59,7 +63,7 @@ class System:
         Vectors of open axes are replaced: orthogonal to the periodic ones, and longer than the structure by more than
         twice the cutoff (A), so that an open axis never carries an image whatever the user's cell holds there. Energy
         and forces do not depend on it; stress refers to the volume of this cell. A left-handed cell has one vector
-        reversed, which spans the same lattice.
+        reversed, and a very skewed one the shortest vectors there are, which span the same lattice.
 
         Raises ValueError for no atoms, elements that the models do not know, positions or cells that are not finite,
         periodic axes without a vector of their own, and charges or spins out of range.
@@ -149,10 +153,11 @@ def _fault(atoms: Atoms, charge: int, spin: int) -> ValueError | None:
 
 
 class _Lattices(NamedTuple):
-    """Volumes of cells [S], negative of left-handed ones, and distances between their opposite faces [S, 3]."""
+    """Volumes of cells [S], negative of left-handed ones; distances between their opposite faces [S, 3]; skewed [S]."""
 
     volumes: np.ndarray
     heights: np.ndarray
+    skewed: np.ndarray
 
     @classmethod
     def of(cls, cells: np.ndarray) -> _Lattices:
@@ -167,7 +172,9 @@ def _lattices(cells: bytes) -> _Lattices:
     with np.errstate(all="ignore"):
         volumes = np.linalg.det(vectors)
         areas = np.linalg.norm(_cross(vectors[:, [1, 2, 0]], vectors[:, [2, 0, 1]]), axis=2)
-        found = _Lattices(volumes, np.abs(volumes)[:, None] / areas)
+        heights = np.abs(volumes)[:, None] / areas
+        skewed = (np.linalg.norm(vectors, axis=2) > _SKEWED * heights).any(axis=1)
+        found = _Lattices(volumes, heights, skewed)
     for array in found:
         array.flags.writeable = False
     return found
@@ -228,6 +235,11 @@ class _Arrays:
         cells, lattices = self.cells, self.lattices
         if not self.pbc.all():
             cells = self._completed(cutoff)
+            lattices = _Lattices.of(cells)
+        if lattices.skewed.any():
+            cells = cells.copy()
+            for i in np.flatnonzero(lattices.skewed).tolist():
+                cells[i] = minkowski_reduce(cells[i], self.pbc[i])[0]
             lattices = _Lattices.of(cells)
         # A completed cell is right-handed; of others one vector is reversed.
         cells = np.where((lattices.volumes < 0)[:, None, None], _REVERSED * cells, cells)

@@ -28,6 +28,7 @@ from torch_sim.models.interface import ModelInterface
 from ase_fastuma.backend import ALONE
 from ase_fastuma.batch import requests
 from ase_fastuma.calculator import FastUMACalculator
+from ase_fastuma.memory import out_of_memory_is_one_error
 from ase_fastuma.resident import Resident
 
 if TYPE_CHECKING:
@@ -110,6 +111,9 @@ class FastUMAModel(ModelInterface):
         | forces | [N, 3] | eV/A, where `compute_forces` |
         | stress | [S, 3, 3] | eV/A^3, where `compute_stress`; zero without periodic axes or volume |
 
+        Elements, cells, charges and spins are looked at again where torch has counted a change: one written past it,
+        through `.data`, goes unseen on a GPU.
+
         Raises ValueError where a state cannot be meant, NotImplementedError where a task lacks what is computed, and
         FloatingPointError where the model's output is not finite.
         """
@@ -164,7 +168,7 @@ class FastUMAModel(ModelInterface):
             with _numbered(i):
                 request.system.check_distinct()
         backend = self._calculator._start().backend
-        with ALONE:
+        with ALONE, out_of_memory_is_one_error():
             raw = backend.evaluate_many([request.system for request in work], wanted)
         found = []
         for i, (request, values) in enumerate(zip(work, raw, strict=True)):

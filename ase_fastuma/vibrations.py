@@ -142,8 +142,14 @@ def normal_modes(atoms: Atoms, indices: Sequence[int] | None = None, **options: 
         atoms: with a FastUMACalculator.
         indices: the atoms that move; the others are held. None: all that no FixAtoms or FixCartesian constraint holds.
 
-    Raises ValueError and TypeError for indices that cannot hold, and what the calculator raises.
+    Raises ValueError and TypeError for indices, masses and calculators that cannot hold, and what those raise.
     """
+    if not hasattr(atoms.calc, "get_hessian"):
+        raise TypeError(f"atoms.calc: expected a FastUMACalculator, got {atoms.calc!r}")
+    masses = atoms.get_masses()
+    if not ((masses > 0) & np.isfinite(masses)).all():
+        wrong = np.flatnonzero(~((masses > 0) & np.isfinite(masses))).tolist()
+        raise ValueError(f"atoms: expected positive masses, got {masses[wrong].tolist()} for atoms {wrong}")
     if indices is None:
         indices = VibrationsData.indices_from_constraints(atoms)
     chosen = np.sort(chosen_atoms(indices, len(atoms)))  # the order of VibrationsData
@@ -154,7 +160,7 @@ def normal_modes(atoms: Atoms, indices: Sequence[int] | None = None, **options: 
         motions = rigid_motions(atoms)
         if not atoms.pbc.any():
             geometry = "monatomic" if len(motions) == 3 else "linear" if len(motions) == 5 else "nonlinear"
-    roots = np.sqrt(np.repeat(atoms.get_masses()[chosen], 3))
+    roots = np.sqrt(np.repeat(masses[chosen], 3))
     dynamical = hessian / np.outer(roots, roots)
     of_rigid = np.linalg.eigvalsh(motions @ dynamical @ motions.T)
     keep = np.eye(len(roots)) - motions.T @ motions

@@ -207,7 +207,7 @@ def contraction(irreps_in: str, irreps_out: str, correlation: int) -> Contractio
     degrees_in, degrees_out = _degrees("irreps_in", irreps_in), _degrees("irreps_out", irreps_out)
     if degrees_in != tuple(range(len(degrees_in))):
         raise ValueError(f"irreps_in: expected all degrees from 0e on, got {irreps_in!r}")
-    if correlation not in range(1, MAX_CORRELATION + 1):
+    if isinstance(correlation, bool) or correlation not in range(1, MAX_CORRELATION + 1):
         raise ValueError(f"correlation: expected 1, 2 or 3, got {correlation!r}")
     found = Contraction(len(degrees_in) - 1, degrees_out, correlation)
     for degree in degrees_out:
@@ -220,6 +220,8 @@ def contraction(irreps_in: str, irreps_out: str, correlation: int) -> Contractio
 
 def _degrees(name: str, irreps: str) -> tuple[int, ...]:
     """Degrees of natural-parity irreps, each once and increasing."""
+    if not isinstance(irreps, str):
+        raise TypeError(f"{name}: expected a string such as '0e+1o', got {irreps!r}")
     matches = [re.fullmatch(r"(?:\d+x)?([0-3])([eo])", part.strip()) for part in irreps.split("+")]
     degrees = tuple(int(m[1]) for m in matches if m and m[2] == "eo"[int(m[1]) % 2])
     if len(degrees) != len(matches) or list(degrees) != sorted(set(degrees)):

@@ -150,6 +150,31 @@ class _BalancedSum(torch.autograd.Function):
         return found, found if ctx.has_y else None, None, None, None
 
 
+def _check_channels(channels: slice, width: int) -> None:
+    if not isinstance(channels, slice) or not all(type(end) is int for end in (channels.start, channels.stop)):
+        raise TypeError(f"channels: expected a slice with first and last + 1, got {channels!r}")
+    if channels.step is not None or not 0 <= channels.start < channels.stop <= width:
+        raise ValueError(f"channels: expected first and last + 1 of {width} channels, got {channels}")
+
+
+def _check_totals(total: int | Tensor, systems: Systems | None, x: Tensor) -> None:
+    if systems is not None and not isinstance(systems, Systems):
+        raise TypeError(f"systems: expected Systems, got {type(systems).__name__}")
+    if systems is not None and systems.starts[-1] != x.shape[0]:
+        raise ValueError(f"systems: expected those of {x.shape[0]} atoms, got {systems.starts[-1]}")
+    if systems is not None and systems.first_atom.device != x.device:
+        raise ValueError(f"systems: expected device {x.device}, got {systems.first_atom.device}")
+    if not isinstance(total, Tensor):
+        if type(total) is not int:
+            raise TypeError(f"total: expected an integer or a tensor, got {total!r}")
+        return
+    if systems is None or total.shape != (len(systems.sizes),):
+        wanted = "an integer for a single system" if systems is None else f"shape [{len(systems.sizes)}]"
+        raise ValueError(f"total: expected {wanted}, got {list(total.shape)}")
+    if total.device != x.device:
+        raise ValueError(f"total: expected device {x.device}, got {total.device}")
+
+
 def balanced_sum(
     x: Tensor, y: Tensor | None, channels: slice, total: int | Tensor, systems: Systems | None = None
 ) -> Tensor:
@@ -172,18 +197,8 @@ def balanced_sum(
     check_shape("x", x, (None, NUM_COEFFICIENTS, None))
     if y is not None:
         check_shape("y", y, tuple(x.shape), x)
-    whole = None not in (channels.start, channels.stop) and channels.step is None
-    if not whole or not 0 <= channels.start < channels.stop <= x.shape[2]:
-        raise ValueError(f"channels: expected first and last + 1 of {x.shape[2]} channels, got {channels}")
-    if systems is not None and systems.starts[-1] != x.shape[0]:
-        raise ValueError(f"systems: expected those of {x.shape[0]} atoms, got {systems.starts[-1]}")
-    if isinstance(total, Tensor) and (systems is None or total.shape != (len(systems.sizes),)):
-        wanted = "a number for a single system" if systems is None else f"shape [{len(systems.sizes)}]"
-        raise ValueError(f"total: expected {wanted}, got {list(total.shape)}")
-    beside = {"total": total, "systems": None if systems is None else systems.first_atom}
-    for name, tensor in beside.items():
-        if isinstance(tensor, Tensor) and tensor.device != x.device:
-            raise ValueError(f"{name}: expected device {x.device}, got {tensor.device}")
+    _check_channels(channels, x.shape[2])
+    _check_totals(total, systems, x)
     x, y = (t.float() if t is not None and t.element_size() < 4 else t for t in (x, y))
     if not runs_kernels(x):
         return reference.balanced_sum(x, y, channels, total, None if systems is None else systems.atoms)

@@ -823,8 +823,9 @@ def symmetric_contraction(
     check_shape("x", x, (None, None, spec.size_in) if layout == "mul_ir" else (None, spec.size_in, None))
     channels = x.shape[1] if layout == "mul_ir" else x.shape[2]
     check_shape("weights", weights, (None, len(spec.terms), channels), x)
-    if species.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"species: expected int32 or int64, got {species.dtype}")
+    if not isinstance(species, Tensor) or species.dtype not in (torch.int32, torch.int64):
+        got = species.dtype if isinstance(species, Tensor) else type(species).__name__
+        raise TypeError(f"species: expected a tensor of int32 or int64, got {got}")
     if species.shape != x.shape[:1]:
         raise ValueError(f"species: expected shape [{x.shape[0]}], got {list(species.shape)}")
     if species.device != x.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -252,6 +253,8 @@ def test_what_a_structure_does_not_have(make: Callable, tmp_path: Path) -> None:
         ({"properties": []}, ValueError, "properties: expected some of"),
         ({"errors": "ignore"}, ValueError, "errors: expected 'raise' or 'return', got 'ignore'"),
         ({"tasks": ["omol", "omol"]}, ValueError, "tasks: expected one for each of 1 structures, got 2"),
+        ({"structures": iter([]), "tasks": ["omol"]}, ValueError, "tasks: expected one for each structure, got more"),
+        ({"structures": None}, TypeError, "structures: expected an iterable of structures, got NoneType"),
     ],
 )
 def test_arguments_are_checked(standin: Path, arguments: dict, error: type[Exception], message: str) -> None:
@@ -311,6 +314,47 @@ def test_passes_that_do_not_fit_are_split(standin: Path) -> None:
     assert sum(done) == 72  # nothing is evaluated twice
 
 
+def test_a_generator_with_too_few_tasks_loses_nothing(standin: Path) -> None:
+    outcomes = evaluate((systems.water() for _ in range(3)), standin, tasks=["omol", None], errors="return")
+    assert str(outcomes[2]) == "tasks: expected one for each structure, got none for this one"
+    assert outcomes[0]["energy"] == outcomes[1]["energy"]
+
+
+MEMORY = """
+import resource, sys, numpy as np
+from ase.build import bulk
+from ase_fastuma import FastUMACalculator, evaluate
+
+calc = FastUMACalculator(sys.argv[1], device="cpu")
+small, large = bulk("NaCl", "rocksalt", a=5.6), bulk("Cu", cubic=True) * 16
+(before,) = evaluate([small], calc)
+with open("/proc/self/statm") as file:
+    used = int(file.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, resource.RLIM_INFINITY))
+first, failed, last = evaluate([small, large, small], calc, errors="return")
+assert isinstance(failed, MemoryError) and str(failed).startswith("out of memory for 16384 atoms"), repr(failed)
+for found in (first, last):
+    np.testing.assert_allclose(found["energy"], before["energy"], rtol=1e-6)
+large.calc = calc
+try:
+    large.get_potential_energy()
+except MemoryError as error:
+    assert calc.results == {} and str(error).startswith("out of memory for 16384 atoms")
+else:
+    raise AssertionError("expected a MemoryError")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit of a process's memory is Linux's")
+def test_memory_of_the_host_that_runs_out(standin: Path) -> None:
+    """Torch's allocator on the CPU has an error of its own for it."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["OMP_NUM_THREADS"] = "1"
+    command = [sys.executable, "-c", MEMORY, str(standin)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_later_passes_are_smaller(standin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, work = Small(standin), requests(1) * 24
     monkeypatch.setattr(backend, "capacity", lambda: 6.5 * backend.footprint(work[0].system))
@@ -324,7 +368,7 @@ def test_a_structure_too_large_on_its_own(standin: Path) -> None:
     big = systems.copper() * (2, 2, 1)
     work = [*requests(2), Request(System.from_atoms(big, "omat", 0, 0, 5.0), frozenset({"energy"}), 1.0), *requests(2)]
     outcomes = list(evaluate_packed(backend, work))
-    assert str(outcomes[2]).startswith("out of device memory for 16 atoms")
+    assert str(outcomes[2]).startswith("out of memory for 16 atoms")
     assert outcomes[2].__traceback__ is None  # which would hold the memory of the failed pass
     assert_same([outcomes[0], outcomes[1]], [outcomes[3], outcomes[4]])
 

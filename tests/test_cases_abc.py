@@ -17,7 +17,7 @@ import pytest
 import standin as standin_module
 import systems
 import torch
-from ase import units
+from ase import Atoms, units
 from ase.build import bulk
 from ase.io import read, write
 from ase.md.verlet import VelocityVerlet
@@ -85,7 +85,7 @@ def test_B1_out_of_memory_stops_the_run(make: Callable, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(backend, "evaluate", failing)
     atoms.set_momenta(np.random.default_rng(0).normal(size=(4, 3)))
-    with pytest.raises(MemoryError, match="out of device memory for 4 atoms"):
+    with pytest.raises(MemoryError, match="out of memory for 4 atoms"):
         VelocityVerlet(atoms, timestep=units.fs).run(10)
     assert len(calls) == 3
     assert atoms.calc.results == {}
@@ -230,6 +230,15 @@ def test_C_callers_own_torch_modes_do_not_matter(make: Callable, mode: str) -> N
     }
     with modes[mode]():
         np.testing.assert_allclose(atoms.get_forces(), expected, atol=SAME_STRUCTURE["accurate"]["forces"])
+
+
+def test_C_the_root_logger_stays_as_it_was(make: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fairchem-core warns of large boxes through it, which sets it up to print."""
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    apart = Atoms("H2", [[0, 0, 0], [1500, 0, 0]], calculator=make())
+    apart.get_potential_energy()
+    assert root.handlers == []
 
 
 def test_C_default_logging_is_our_own(standin: Path, caplog: pytest.LogCaptureFixture) -> None:

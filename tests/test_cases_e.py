@@ -144,6 +144,20 @@ def test_E9_left_handed_cell(make: Callable, precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("axes", [(1, 0), (2, 1)])
+def test_E9_very_skewed_cell(make: Callable, axes: tuple[int, int], precision: str) -> None:
+    """The same lattice, by vectors that are a hundred times as long and turned."""
+    upright, skewed = systems.triclinic(), systems.triclinic()
+    cell = upright.cell.array.copy()
+    cell[axes[0]] += 100 * cell[axes[1]]
+    skewed.set_cell(cell)
+    assert_same(upright, skewed, make, precision)
+    for atoms in (upright, skewed):
+        atoms.calc = make(precision=precision)
+    np.testing.assert_allclose(upright.get_stress(), skewed.get_stress(), atol=SAME_STRUCTURE[precision]["stress"])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("a", [1.5, 2.0, 3.0, 4.0])
 def test_E12_cells_smaller_than_the_cutoff(make: Callable, a: float, precision: str) -> None:
     atom = bulk("Al", a=a)

@@ -329,7 +329,11 @@ def test_progress(make: Callable, capsys: pytest.CaptureFixture) -> None:
         ({"indices": 1}, TypeError, "indices: expected a sequence of integers"),
         ({"method": "numeric"}, ValueError, "method: expected 'analytic' or 'finite-difference', got 'numeric'"),
         ({"step": 0.1}, ValueError, "step: expected with method='finite-difference' alone"),
-        ({"method": "finite-difference", "step": 0.0}, ValueError, "step: expected a positive length"),
+        ({"method": "finite-difference", "step": 1e-20}, ValueError, "step: expected 1e-06 to 1 A, got 1e-20"),
+        ({"method": "finite-difference", "step": float("nan")}, ValueError, "step: expected 1e-06 to 1 A, got nan"),
+        ({"method": "finite-difference", "step": True}, TypeError, "step: expected a length in A, got True"),
+        ({"method": "finite-difference", "step": "1"}, TypeError, "step: expected a length in A, got '1'"),
+        ({"method": "finite-difference", "step": 0.0}, ValueError, "step: expected 1e-06 to 1 A, got 0.0"),
     ],
 )
 def test_what_is_refused(standin: Path, options: dict, error: type, message: str) -> None:

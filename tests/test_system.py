@@ -79,6 +79,25 @@ def test_distinct_atoms_in_a_skewed_cell_pass(apart: float) -> None:
         prepare(Atoms("Na2", [[0, 0, 0], [4 + 4e-4, 0, 0]], cell=skewed, pbc=True)).check_distinct()
 
 
+@pytest.mark.parametrize("pbc", [(True, True, True), (True, True, False), (False, True, True)])
+@pytest.mark.parametrize("turn", [1, -1])
+def test_very_skewed_cells_get_short_vectors(pbc: tuple[bool, bool, bool], turn: int) -> None:
+    """They span the same lattice; cells that are less skewed stay as they are."""
+    upright = systems.triclinic()
+    upright.pbc = pbc
+    skewed = upright.copy()
+    shear = np.array([[1, 0, 0], [300, 1, 0], [0, 0, 1]]) if pbc[0] else np.array([[1, 0, 0], [0, 1, 300], [0, 0, 1]])
+    skewed.cell[:] = turn * shear @ upright.cell.array
+    found, expected = prepare(skewed), prepare(upright)
+    assert np.linalg.norm(found.cell, axis=1).max() < 1.01 * np.linalg.norm(expected.cell, axis=1).max()
+    periodic = np.flatnonzero(pbc)
+    steps = np.linalg.solve(expected.cell.T, found.cell[periodic].T).T
+    np.testing.assert_allclose(steps, np.round(steps), rtol=0, atol=1e-9)
+    assert np.linalg.det(found.cell) == pytest.approx(expected.volume, rel=1e-9)
+    assert found.volume == pytest.approx(expected.volume, rel=1e-9)
+    np.testing.assert_array_equal(expected.cell[periodic], upright.cell.array[periodic])
+
+
 @pytest.mark.parametrize("axis", range(3))
 def test_atoms_that_meet_across_a_face(axis: int) -> None:
     cell = systems.triclinic().cell

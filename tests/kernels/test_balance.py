@@ -99,9 +99,8 @@ def test_no_atoms(device):
         ({"channels": slice(2, 5)}, r"channels: expected first and last \+ 1 of 4 channels, got slice\(2, 5, None\)"),
         ({"channels": slice(1, 1)}, "channels: expected first and last"),
         ({"channels": slice(0, 4, 2)}, "channels: expected first and last"),
-        ({"channels": slice(None, 4)}, "channels: expected first and last"),
         ({"systems": Systems.of([2], torch.device("cpu"))}, "systems: expected those of 3 atoms, got 2"),
-        ({"total": torch.zeros(2)}, r"total: expected a number for a single system, got \[2\]"),
+        ({"total": torch.zeros(2)}, r"total: expected an integer for a single system, got \[2\]"),
         (
             {"total": torch.zeros(2), "systems": Systems.of([3], torch.device("cpu"))},
             r"total: expected shape \[1\], got \[2\]",
@@ -116,4 +115,20 @@ def test_no_atoms(device):
 def test_bad_arguments(change, message):
     arguments = {"x": torch.zeros(3, 9, 4), "y": None, "channels": slice(0, 4), "total": 0, "systems": None}
     with pytest.raises(ValueError, match=message):
+        balanced_sum(**(arguments | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"channels": slice(None, 4)}, "channels: expected a slice with first and last"),
+        ({"channels": (0, 4)}, r"channels: expected a slice .* got \(0, 4\)"),
+        ({"systems": [3]}, "systems: expected Systems, got list"),
+        ({"total": 0.5}, "total: expected an integer or a tensor, got 0.5"),
+        ({"total": [1]}, r"total: expected an integer or a tensor, got \[1\]"),
+    ],
+)
+def test_arguments_of_other_types(change, message):
+    arguments = {"x": torch.zeros(3, 9, 4), "y": None, "channels": slice(0, 4), "total": 0, "systems": None}
+    with pytest.raises(TypeError, match=message):
         balanced_sum(**(arguments | change))
