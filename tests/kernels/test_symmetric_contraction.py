@@ -304,7 +304,7 @@ def test_an_unknown_species_shows(device):
         ({"weights": torch.zeros(4, 12, 3)}, ValueError, r"weights: expected shape \[any, 13, 3\], got \[4, 12, 3\]"),
         ({"weights": torch.zeros(4, 13, 3, dtype=torch.float64)}, TypeError, "weights: expected torch.float32"),
         ({"weights": torch.zeros(0, 13, 3)}, ValueError, "weights: expected at least one species"),
-        ({"species": torch.zeros(2)}, TypeError, "species: expected int32 or int64, got torch.float32"),
+        ({"species": torch.zeros(2)}, TypeError, "species: expected a tensor of int32 or int64, got torch.float32"),
         ({"species": torch.zeros(3, dtype=torch.int64)}, ValueError, r"species: expected shape \[2\], got \[3\]"),
         ({"irreps_out": "0o"}, ValueError, "irreps_out: expected some of 0e, 1o, 2e, 3o.*'0o'"),
         ({"irreps_out": "1o+0e"}, ValueError, "irreps_out: expected some of 0e, 1o, 2e, 3o.*'1o.0e'"),
