@@ -541,8 +541,12 @@ def _launch_walks(
     options = {"num_warps": 1, "enable_fp_fusion": True, "maxnreg": registers}
     getattr(kernels, name)[(walks, blocks)](*arguments, C=channels, BLOCK_C=block, **options)
     width = terms * channels
-    sizes = {"WIDTH": width, "ROWS": 32, "BLOCK": 64}  # few species have hundreds of rows each: many at once
-    _sum_walks_kernel[(num_species, cdiv(width, 64))](partial, groups, grad_w, num_nodes, walk, **sizes, num_warps=2)
+    # Few species have hundreds of rows each: many at once. Wide outputs have programs by the thousand, each of which waits
+    # for the kernel before it: half as many are faster, though fewer rows are then on their way.
+    loaded, columns = (32, 64) if terms <= 16 else (16, 128)
+    sizes = {"WIDTH": width, "ROWS": loaded, "BLOCK": columns}
+    grid = (num_species, cdiv(width, columns))
+    _sum_walks_kernel[grid](partial, groups, grad_w, num_nodes, walk, **sizes, num_warps=2)
     return grad_w
 
 

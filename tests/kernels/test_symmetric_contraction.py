@@ -14,7 +14,7 @@ from ase_fastuma.kernels import reference
 from ase_fastuma.kernels import symmetric_contraction as module
 from ase_fastuma.kernels._couplings import contraction, symmetrised
 from ase_fastuma.kernels.symmetric_contraction import _kernels, symmetric_contraction
-from devices import DEVICES
+from devices import DEVICES, waiting_is_an_error
 from e3nn import o3
 from edge_graphs import random
 from tolerances import TOLERANCE
@@ -385,11 +385,8 @@ def test_graph_replay_and_no_waiting():
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waiting_is_an_error():
             step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
