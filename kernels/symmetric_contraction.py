@@ -541,8 +541,8 @@ def _launch_walks(
     options = {"num_warps": 1, "enable_fp_fusion": True, "maxnreg": registers}
     getattr(kernels, name)[(walks, blocks)](*arguments, C=channels, BLOCK_C=block, **options)
     width = terms * channels
-    # Few species have hundreds of rows each: many at once. Wide outputs have programs by the thousand, each of which waits
-    # for the kernel before it: half as many are faster, though fewer rows are then on their way.
+    # Few species have hundreds of rows each: many at once. Wide outputs have programs by the thousand, each of which
+    # waits for the kernel before it: half as many are faster, though fewer rows are then on their way.
     loaded, columns = (32, 64) if terms <= 16 else (16, 128)
     sizes = {"WIDTH": width, "ROWS": loaded, "BLOCK": columns}
     grid = (num_species, cdiv(width, columns))
