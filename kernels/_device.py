@@ -35,8 +35,7 @@ def wait_for_previous():
 
     Where GPUs can (compute capability 9.0 and above), the programs of a kernel start while the last ones of the kernel
     before still run, and wait here until all its results are there: programmatic dependent launch, which that class
-    asks for. Nothing may be read or written before. As each waits, all kernels before the last have ended
-    too.
+    asks for. Nothing may be read or written before. As each waits, all kernels before the last have ended too.
     """
     if _COMPILED and cuda_capability_geq(9, 0):
         gdc_wait()
