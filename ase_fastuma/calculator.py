@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import logging
-import math
 import warnings
 import weakref
 from collections import OrderedDict
@@ -27,7 +26,7 @@ from ase_fastuma.hessian import analytic_hessian, chosen_atoms
 from ase_fastuma.report import report
 from ase_fastuma.selection import Selection, select, unsupported_by_fused
 from ase_fastuma.settings import BackendChoice, Precision, Settings, integral
-from ase_fastuma.system import System, systems_of
+from ase_fastuma.system import System, spanned_volume, systems_of
 
 logger = logging.getLogger(__name__)
 
@@ -419,9 +418,7 @@ class FastUMACalculator(Calculator):
         # Stress means something for a periodic structure with a volume: that of the user's cell.
         volume = system.volume if axes == 3 else 0.0
         if axes in (1, 2):
-            with np.errstate(all="ignore"):  # vectors of open axes are not read, and may be no numbers
-                volume = float(atoms.cell.volume)
-            volume = volume if math.isfinite(volume) else 0.0
+            volume = spanned_volume(atoms.cell.array)
         properties = _CONSERVATIVE if volume else _CONSERVATIVE - {"stress"}
         checkpoint = self._start().checkpoint
         if checkpoint.architecture.direct_forces:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,15 @@ class Checkpoint:
     config: dict[str, Any]
     state: dict[str, torch.Tensor]
     tasks: dict[str, TaskInfo]
+
+    @cached_property
+    def digest(self) -> str:
+        """A fingerprint of the weights: files of one name may hold different ones."""
+        found = hashlib.blake2b(digest_size=16)
+        for name, tensor in sorted(self.state.items()):
+            found.update(name.encode())
+            found.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+        return found.hexdigest()
 
 
 class _PlainCheckpoint:

@@ -75,6 +75,20 @@ def _displaced(atoms: Atoms, indices: np.ndarray, coordinates: np.ndarray, step:
             yield moved
 
 
+def _described(calc: FastUMACalculator, atoms: Atoms, indices: np.ndarray, step: float) -> dict[str, np.ndarray]:
+    """What rows depend on, as a file holds it."""
+    model = [calc.checkpoint.digest, *calc._state(atoms), calc.parameters["precision"]]
+    return {
+        "numbers": atoms.numbers,
+        "positions": atoms.positions,
+        "cell": atoms.cell.array,
+        "pbc": atoms.pbc,
+        "indices": indices,
+        "step": np.array(step),
+        "model": np.array(json.dumps(model)),
+    }
+
+
 class _Rows:
     """Rows of the Hessian, NaN until they are known; kept in a .npz file, if there is one, with what they belong to."""
 
@@ -83,20 +97,11 @@ class _Rows:
     ) -> None:
         self.values = np.full((3 * len(indices), 3 * len(indices)), np.nan)
         self._file, self._saved, self._changed = file, time.monotonic(), False
-        task, charge, spin = calc._state(atoms)
-        self._made_of = {
-            "numbers": atoms.numbers,
-            "positions": atoms.positions,
-            "cell": atoms.cell.array,
-            "pbc": atoms.pbc,
-            "indices": indices,
-            "step": np.array(step),
-            "model": np.array(
-                json.dumps([calc.checkpoint.path.name, task, charge, spin, calc.parameters["precision"]])
-            ),
-        }
-        if file is not None and file.exists():
-            self._load(file)
+        self._made_of: dict[str, np.ndarray] = {}
+        if file is not None:
+            self._made_of = _described(calc, atoms, indices, step)
+            if file.exists():
+                self._load(file)
 
     def _load(self, file: Path) -> None:
         if not is_zipfile(file):

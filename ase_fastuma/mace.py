@@ -34,7 +34,7 @@ class AcceleratedContraction(SymmetricContraction):
     """mace-torch's module with another ``forward``; made by :func:`accelerate` alone."""
 
     _fastuma_spec: tuple[str, str, int]
-    _fastuma_projections: list[Tensor]
+    _fastuma_projections: list[Tensor] | None
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """Contract features.
@@ -47,9 +47,17 @@ class AcceleratedContraction(SymmetricContraction):
             [N, C * sum of (2 L + 1)], for each irrep (channel, m).
         """
         irreps_in, irreps_out, correlation = self._fastuma_spec
+        weights = self._weights()
+        if y.shape[1] != weights.shape[0]:
+            raise ValueError(f"y: expected one column for each of {weights.shape[0]} species, got {list(y.shape)}")
         return symmetric_contraction(
-            x, y.argmax(dim=1), self._weights(), irreps_out, irreps_in=irreps_in, correlation=correlation
+            x, y.argmax(dim=1), weights, irreps_out, irreps_in=irreps_in, correlation=correlation
         )
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """A state brings coefficients along, which may be those of other paths."""
+        super()._load_from_state_dict(*args)
+        self._fastuma_projections = None
 
     def _weights(self) -> Tensor:
         """Weights [E, K, C] of our polynomials.
@@ -57,6 +65,8 @@ class AcceleratedContraction(SymmetricContraction):
         Combined anew each time: averages of weights are often put in through ``.data``, which leaves no trace.
         """
         own = [_weights_of(part) for part in self.contractions]
+        if self._fastuma_projections is None:
+            self._fastuma_projections = _projections(self, self._fastuma_spec)
         # Moved once: a copy from the host would wait for it in every step of training.
         self._fastuma_projections = [p.to(own[0][0].device) for p in self._fastuma_projections]
         found = []
@@ -93,6 +103,13 @@ def _projection(part: Any, spec: Contraction, degree: int) -> Tensor:
     return torch.from_numpy(np.concatenate(columns, axis=1))
 
 
+def _projections(module: SymmetricContraction, spec: tuple[str, str, int]) -> list[Tensor]:
+    """For each output irrep its paths as combinations of polynomials, from the coefficients that the module holds."""
+    found = contraction(*spec)
+    parts: list[Any] = list(module.contractions)
+    return [_projection(part, found, degree) for part, degree in zip(parts, found.degrees, strict=True)]
+
+
 def _accelerate_one(name: str, module: SymmetricContraction) -> None:
     """Give one module the other class."""
     contractions: list[Any] = list(module.contractions)
@@ -102,14 +119,13 @@ def _accelerate_one(name: str, module: SymmetricContraction) -> None:
     irreps_in = "+".join(str(irrep.ir) for irrep in module.irreps_in)
     irreps_out = "+".join(str(irrep.ir) for irrep in module.irreps_out)
     try:
-        spec = contraction(irreps_in, irreps_out, correlations.pop())
-        parts = zip(contractions, spec.degrees, strict=True)
-        projections = [_projection(part, spec, degree) for part, degree in parts]
+        spec = (irreps_in, irreps_out, correlations.pop())
+        projections = _projections(module, spec)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     module.__class__ = AcceleratedContraction
     accelerated = cast(AcceleratedContraction, module)
-    accelerated._fastuma_spec = (irreps_in, irreps_out, spec.correlation)
+    accelerated._fastuma_spec = spec
     accelerated._fastuma_projections = projections
 
 
@@ -122,7 +138,7 @@ def accelerate(model: torch.nn.Module) -> torch.nn.Module:
     TorchScript, have nothing to replace; ``MACECalculator(compile_mode=...)`` builds a model anew, without this.
 
     Args:
-        model: any module with ``mace.modules.SymmetricContraction`` in it.
+        model: any module with ``mace.modules.SymmetricContraction`` in it; classes derived from that are left alone.
 
     Returns:
         The same model.
@@ -134,7 +150,9 @@ def accelerate(model: torch.nn.Module) -> torch.nn.Module:
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    found = {name: m for name, m in model.named_modules() if isinstance(m, SymmetricContraction)}
+    # A class derived from it has a forward of its own.
+    own = (SymmetricContraction, AcceleratedContraction)
+    found = {name: m for name, m in model.named_modules() if type(m) in own}
     if not found:
         raise ValueError(f"model: expected modules of class SymmetricContraction, got none in {type(model).__name__}")
     done: list[AcceleratedContraction] = []

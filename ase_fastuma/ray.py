@@ -303,8 +303,11 @@ def _open(path: Path) -> _Source:
 
 def _claim(parts: Path, job: _Job, block_size: int) -> None:
     """Make the folder for the parts, or see that those in it are of the same job."""
-    state = Path(job.source).stat()
-    plan = asdict(job) | {"block_size": block_size, "size": state.st_size, "time": state.st_mtime_ns}
+    files = {"source": Path(job.source)}
+    if Path(job.settings.model).is_file():
+        files["model"] = Path(job.settings.model)
+    states = {f"{name} file": [file.stat().st_size, file.stat().st_mtime_ns] for name, file in files.items()}
+    plan = asdict(job) | {"block_size": block_size} | states
     plan = json.loads(json.dumps(plan | {"version": ase_fastuma.__version__}))
     parts.mkdir(parents=True, exist_ok=True)
     record = parts / "plan.json"

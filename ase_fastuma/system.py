@@ -26,6 +26,8 @@ _FLAT = 1e-3
 # A cell with a vector so many times longer than the height along it gets shorter ones: searches for neighbours go
 # through more images the closer together its faces are.
 _SKEWED = 10.0
+# Where float64 positions still tell 1e-7 A apart (A).
+_FARTHEST = 1e9
 COINCIDENT = 1e-3
 """Two atoms closer than this (A) are one atom given twice."""
 
@@ -146,10 +148,27 @@ def _fault(atoms: Atoms, charge: int, spin: int) -> ValueError | None:
     """What shows without a look at arrays."""
     if len(atoms) == 0:
         return ValueError("atoms: expected at least one atom, got none")
+    numbers, positions = atoms.numbers, atoms.positions
+    if positions.ndim != 2 or positions.shape[1] != 3:
+        return ValueError(f"positions: expected shape [N, 3], got {list(positions.shape)}")
+    if numbers.shape != positions.shape[:1]:
+        return ValueError(f"numbers: expected one for each of {len(positions)} positions, got {list(numbers.shape)}")
+    if numbers.dtype.kind not in "iu":
+        with np.errstate(invalid="ignore"):
+            fractional = numbers != numbers.astype(np.int64)
+        if fractional.any():
+            return ValueError(f"numbers: expected integers, got {numbers[fractional].tolist()}")
     for name, value, (low, high) in (("charge", charge, CHARGES), ("spin", spin, SPINS)):
         if not low <= value <= high:
             return ValueError(f"{name}: expected {low} to {high}, got {value}")
     return None
+
+
+def spanned_volume(cell: np.ndarray) -> float:
+    """Volume of a cell [3, 3] (A^3); 0 where its vectors span none but for rounding, or are no numbers."""
+    lattice = _Lattices.of(np.array(cell, dtype=np.float64)[None])
+    volume = abs(float(lattice.volumes[0]))
+    return volume if math.isfinite(volume) and lattice.heights.min() > _FLAT else 0.0
 
 
 class _Lattices(NamedTuple):
@@ -216,11 +235,11 @@ class _Arrays:
         axes = self.pbc.sum(axis=1)
         # A vector of its own has every axis that is far from the plane of the others. NaN is not.
         doubtful = (axes > 0) & ~((axes == 3) & (self.lattices.heights > 2 * _FLAT).all(axis=1))
-        if not (
-            self.numbers.min() >= 1 and self.numbers.max() <= MAX_ATOMIC_NUMBER and np.isfinite(self.positions).all()
-        ):
+        doubtful |= (axes > 0) & ~(np.abs(self.cells) <= _FARTHEST).all(axis=(1, 2))
+        near = np.abs(self.positions) <= _FARTHEST  # NaN is not
+        if not (self.numbers.min() >= 1 and self.numbers.max() <= MAX_ATOMIC_NUMBER and near.all()):
             known = (self.numbers >= 1) & (self.numbers <= MAX_ATOMIC_NUMBER)
-            doubtful |= ~np.logical_and.reduceat(known & np.isfinite(self.positions).all(axis=1), self.starts)
+            doubtful |= ~np.logical_and.reduceat(known & near.all(axis=1), self.starts)
         found = {}
         for i in np.flatnonzero(doubtful).tolist():
             try:
@@ -290,13 +309,19 @@ def _check_atoms(numbers: np.ndarray, positions: np.ndarray) -> None:
     if len(bad):
         shown = ", ".join(str(i) for i in bad[:10]) + (", ..." if len(bad) > 10 else "")
         raise ValueError(f"positions: expected finite numbers, got NaN or infinity for atoms {shown}")
+    far = np.flatnonzero((np.abs(positions) > _FARTHEST).any(axis=1))
+    if len(far):
+        got = positions[far[0]].tolist()
+        raise ValueError(f"positions: expected numbers up to {_FARTHEST:g} A, got {got} for atom {far[0]}")
 
 
 def _check_cell(cell: np.ndarray, pbc: np.ndarray) -> None:
     if not np.isfinite(cell[pbc]).all():
         raise ValueError(f"cell: expected finite numbers, got {cell.tolist()}")
+    if (np.abs(cell[pbc]) > _FARTHEST).any():
+        raise ValueError(f"cell: expected numbers up to {_FARTHEST:g} A, got {cell.tolist()}")
     for axis in np.flatnonzero(pbc):
-        if np.linalg.norm(cell[axis]) < _FLAT:
+        if np.abs(cell[axis]).max() < _FLAT:
             raise ValueError(
                 f"cell: axis {axis} is periodic and needs a vector, got {cell[axis].tolist()}; "
                 f"set pbc[{axis}] to False or the cell"

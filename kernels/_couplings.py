@@ -207,7 +207,7 @@ def contraction(irreps_in: str, irreps_out: str, correlation: int) -> Contractio
     degrees_in, degrees_out = _degrees("irreps_in", irreps_in), _degrees("irreps_out", irreps_out)
     if degrees_in != tuple(range(len(degrees_in))):
         raise ValueError(f"irreps_in: expected all degrees from 0e on, got {irreps_in!r}")
-    if isinstance(correlation, bool) or correlation not in range(1, MAX_CORRELATION + 1):
+    if type(correlation) is not int or correlation not in range(1, MAX_CORRELATION + 1):
         raise ValueError(f"correlation: expected 1, 2 or 3, got {correlation!r}")
     found = Contraction(len(degrees_in) - 1, degrees_out, correlation)
     for degree in degrees_out:

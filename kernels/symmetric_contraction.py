@@ -781,8 +781,11 @@ class _Double(torch.autograd.Function):
             x, w, g, h = (t.detach().requires_grad_() for t in ctx.saved_tensors if t is not species)
             out = reference.symmetric_contraction(x, species, w, ctx.kernels.spec, ctx.kernels.layout)
             (grad,) = torch.autograd.grad(out, x, g, create_graph=True)
-            first = torch.autograd.grad(grad, (x, g), h, create_graph=True)
-            grad_x, grad_w, grad_g, grad_h = torch.autograd.grad(first, (x, w, g, h), (a, b), allow_unused=True)
+            first = torch.autograd.grad(grad, (x, g), h, create_graph=True, allow_unused=True)
+            # Of one factor the gradient does not depend on x.
+            given = [(out, u) for out, u in zip(first, (a, b), strict=True) if out is not None and out.requires_grad]
+            outputs, upstream = zip(*given, strict=True)
+            grad_x, grad_w, grad_g, grad_h = torch.autograd.grad(outputs, (x, w, g, h), upstream, allow_unused=True)
         return grad_x, None, grad_w, grad_g, grad_h, None
 
     @staticmethod
@@ -839,6 +842,8 @@ def symmetric_contraction(
     x = x.float() if x.element_size() < 4 else x
     weights = weights.float() if weights.element_size() < 4 else weights
     if not runs_kernels(x):
+        if ((species < 0) | (species >= weights.shape[0])).any():
+            raise IndexError(f"species: expected 0 to {weights.shape[0] - 1}, got {species.tolist()}")
         return reference.symmetric_contraction(x, species, weights, spec, layout)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         trained = torch.is_grad_enabled() and weights.requires_grad

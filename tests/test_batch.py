@@ -314,6 +314,25 @@ def test_passes_that_do_not_fit_are_split(standin: Path) -> None:
     assert sum(done) == 72  # nothing is evaluated twice
 
 
+def test_arrays_that_do_not_fit_are_refused_and_harm_no_other(standin: Path) -> None:
+    calc, good = FastUMACalculator(standin, device="cpu"), systems.triclinic()
+    (expected,) = evaluate([good], calc)
+    short, long, fractional, flat = (systems.copper() for _ in range(4))
+    short.arrays["positions"] = short.positions[:3]
+    long.arrays["positions"] = np.concatenate([long.positions, [[9.0, 9.0, 9.0]]])
+    fractional.arrays["numbers"] = np.array([29, np.nan, 29.9, 29])
+    flat.arrays["positions"] = flat.positions[:, :2]
+    outcomes = evaluate([short, good, long, good, fractional, good, flat, good], calc, errors="return")
+    assert str(outcomes[0]) == "numbers: expected one for each of 3 positions, got [4]"
+    assert str(outcomes[2]) == "numbers: expected one for each of 5 positions, got [4]"
+    assert str(outcomes[4]) == "numbers: expected integers, got [nan, 29.9]"
+    assert str(outcomes[6]) == "positions: expected shape [N, 3], got [4, 2]"
+    for outcome in outcomes[1::2]:
+        assert outcome["energy"] == pytest.approx(
+            expected["energy"], abs=len(good) * SAME_STRUCTURE["accurate"]["energy"]
+        )
+
+
 def test_a_generator_with_too_few_tasks_loses_nothing(standin: Path) -> None:
     outcomes = evaluate((systems.water() for _ in range(3)), standin, tasks=["omol", None], errors="return")
     assert str(outcomes[2]) == "tasks: expected one for each structure, got none for this one"

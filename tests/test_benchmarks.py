@@ -109,7 +109,7 @@ def test_the_latest_whole_run_is_shown_and_no_other(checkout: Path) -> None:
     lines = [line for line in part.splitlines() if line.startswith("| ")]
     assert lines[0] == "| ms an evaluation | 500 Cu |"
     assert [line.split(" | ")[1] for line in lines[1:]] == ["2345.6 |", "3456.7 |"]
-    assert "commit bbbbbbb of 2999-01-01" in part
+    assert "Rows of one commit, day and kind of machine: bbbbbbb, 2999-01-01" in part
 
 
 def test_a_run_with_a_case_twice_is_refused(checkout: Path) -> None:

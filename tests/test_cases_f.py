@@ -131,6 +131,36 @@ def test_F5_open_axis_whose_vector_is_no_number(make: Callable, value: float) ->
     assert "stress" not in evaluate([atoms], atoms.calc, properties=["energy", "stress"])[0]
 
 
+@pytest.mark.parametrize("value", [2e9, 1e160, 1e308])
+def test_F5_farther_than_positions_can_tell(make: Callable, value: float) -> None:
+    atoms = systems.copper()
+    atoms.positions[1, 2] = value
+    with (
+        np.errstate(all="raise"),
+        pytest.raises(ValueError, match=r"positions: expected numbers up to 1e\+09 A, got"),
+    ):
+        make().get_potential_energy(atoms)
+    atoms = systems.copper()
+    atoms.cell[1, 1] = value
+    with np.errstate(all="raise"), pytest.raises(ValueError, match=r"cell: expected numbers up to 1e\+09 A, got"):
+        make().get_potential_energy(atoms)
+
+
+@pytest.mark.parametrize("kind", ["flat but for rounding", "next to nothing"])
+def test_F5_volumes_of_rounding_give_no_stress(make: Callable, kind: str) -> None:
+    atoms = systems.copper()
+    atoms.pbc = [True, True, False]
+    if kind == "next to nothing":
+        atoms.cell.array[2, 2] = 1e-310
+    else:
+        atoms.cell.array[2] = 0.3 * atoms.cell.array[0] + 0.7 * atoms.cell.array[1]
+        atoms.rotate(33, (1, 2, 3), rotate_cell=True)
+    atoms.calc = make()
+    assert np.isfinite(atoms.get_forces()).all()
+    with pytest.raises(PropertyNotImplementedError, match="stress: expected a periodic structure whose cell has a"):
+        atoms.get_stress()
+
+
 def test_F5_cells_that_nothing_reads_raise_nothing(make: Callable) -> None:
     """Under NumPy's strictest settings too: products of numbers like these underflow."""
     atoms = molecule("H2", calculator=make())

@@ -310,6 +310,18 @@ def test_a_file_belongs_to_one_structure_and_its_settings(make: Callable, tmp_pa
             calc.get_hessian(atoms, method="finite-difference", file=tmp_path / f"{name}.npz")
 
 
+def test_a_file_belongs_to_one_model_whatever_its_name(tmp_path: Path) -> None:
+    atoms, file, calcs = systems.water(), tmp_path / "water.npz", []
+    for seed in (1, 2):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        path = standin_module.write(folder / "inference_ckpt.pt", seed=seed)
+        calcs.append(FastUMACalculator(path, device="cpu"))
+    calcs[0].get_hessian(atoms, [0], "finite-difference", file=file)
+    with pytest.raises(ValueError, match=r"file: expected .* with other model"):
+        calcs[1].get_hessian(atoms, [0], "finite-difference", file=file)
+
+
 def test_progress(make: Callable, capsys: pytest.CaptureFixture) -> None:
     calc, atoms = make(), systems.water()
     calc.get_hessian(atoms, method="finite-difference")

@@ -302,6 +302,40 @@ def test_state_stays_and_comes_back():
     assert fast.results["energy"] == pytest.approx(plain.results["energy"], abs=1e-10)
 
 
+def test_a_state_with_other_paths(float64):
+    """Coefficients are in the state: those that are loaded count, not those of before."""
+    other = module("0e+1o")
+    with torch.no_grad():
+        for part in other.contractions:
+            for name, buffer in part.named_buffers():
+                if name.startswith("U_"):
+                    buffer.copy_(buffer.flip(-1))
+            for weight in part.parameters():
+                weight.copy_(torch.randn_like(weight))
+    fast = accelerate(module("0e+1o"))
+    fast.load_state_dict(other.state_dict())
+    x = torch.randn(5, 6, 16)
+    y = torch.nn.functional.one_hot(torch.arange(5) % SPECIES, SPECIES).double()
+    torch.testing.assert_close(fast(x, y), other(x, y), rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match=rf"y: expected one column for each of {SPECIES} species, got \[5, 2\]"):
+        fast(x, y[:, :2])
+
+
+class Doubled(original.SymmetricContraction):
+    """A class of the user's own."""
+
+    def forward(self, x, y):
+        return 2 * super().forward(x, y)
+
+
+def test_derived_classes_are_left_alone(float64):
+    model = torch.nn.Sequential(module("0e"), module("0e"))
+    model[1].__class__ = Doubled
+    accelerate(model)
+    assert type(model[0]) is AcceleratedContraction
+    assert type(model[1]) is Doubled
+
+
 def test_refusals(float64):
     with pytest.raises(ValueError, match="model: expected modules of class SymmetricContraction, got none in Linear"):
         accelerate(torch.nn.Linear(2, 2))

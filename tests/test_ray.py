@@ -269,3 +269,10 @@ def test_parts_of_another_run(tmp_path: Path) -> None:
     other = _Job(job.source, Settings("demo", precision="fast"), ("energy",), Relaxation())
     with pytest.raises(ValueError, match="another settings, relaxation;"):
         _claim(tmp_path / "parts", other, 2)
+    model = tmp_path / "model.pt"
+    model.write_bytes(b"1")
+    job = _Job(job.source, Settings(str(model)), ("energy",), None)
+    _claim(tmp_path / "parts of a file", job, 2)
+    model.write_bytes(b"another")
+    with pytest.raises(ValueError, match="has parts of a run with another model file;"):
+        _claim(tmp_path / "parts of a file", job, 2)

@@ -167,17 +167,18 @@ def test_finite_differences(device):
     assert torch.autograd.gradgradcheck(function, (x, weights), fast_mode=True)
 
 
+@pytest.mark.parametrize("correlation", [1, 2, 3])
 @pytest.mark.parametrize("device", DEVICES)
-def test_third_derivatives(device):
+def test_third_derivatives(device, correlation):
     """A gradient of a gradient of a gradient equals that of the reference."""
-    x, species, weights, spec = case(3, 2, "0e+1o", device, torch.float64)
+    x, species, weights, spec = case(3, 2, "0e+1o", device, torch.float64, correlation=correlation)
 
     def third(out):
         (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
         (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
         return torch.autograd.grad(second.square().sum(), (x, weights))
 
-    got = third(symmetric_contraction(x, species, weights, "0e+1o"))
+    got = third(symmetric_contraction(x, species, weights, "0e+1o", correlation=correlation))
     want = third(reference.symmetric_contraction(x, species, weights, spec, "mul_ir"))
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(scaled(a, b), scaled(b, b), **TOLERANCE[x.dtype])
@@ -397,3 +398,13 @@ def test_graph_replay_and_no_waiting():
     graph.replay()
     for a, b in zip(recorded, step(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("wrong", [-1, 3])
+def test_species_out_of_range_on_a_cpu(wrong, monkeypatch):
+    """The plain formula would take weights from the end for negative ones."""
+    monkeypatch.setattr("ase_fastuma.kernels.symmetric_contraction.runs_kernels", lambda _: False)
+    x, _, weights, _ = case(2, 2, "0e", "cpu", torch.float64)
+    species = torch.tensor([0, wrong])
+    with pytest.raises(IndexError, match=rf"species: expected 0 to 2, got \[0, {wrong}\]"):
+        symmetric_contraction(x, species, weights[:3], "0e")
