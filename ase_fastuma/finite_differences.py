@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from zipfile import is_zipfile
 
 import numpy as np
@@ -97,7 +97,7 @@ class _Rows:
     ) -> None:
         self.values = np.full((3 * len(indices), 3 * len(indices)), np.nan)
         self._file, self._saved, self._changed = file, time.monotonic(), False
-        self._made_of: dict[str, np.ndarray] = {}
+        self._made_of: dict[str, Any] = {}
         if file is not None:
             self._made_of = _described(calc, atoms, indices, step)
             if file.exists():
