@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Literal, get_args
 
+RANGES = {"charge": (-100, 100), "spin": (0, 100)}
+"""Charges and spins that the models' embeddings have."""
+
 BackendChoice = Literal["auto", "fused", "general"]
 Precision = Literal["accurate", "fast", "float32", "float64"]
 
@@ -51,6 +54,14 @@ class Settings:
         for name in ("charge", "spin"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, integral(name, getattr(self, name)))
+                check_range(name, getattr(self, name))
+
+
+def check_range(name: str, value: int) -> None:
+    """Raise ValueError for a charge or spin that the models do not know."""
+    low, high = RANGES[name]
+    if not low <= value <= high:
+        raise ValueError(f"{name}: expected {low} to {high}, got {value}")
 
 
 def integral(name: str, value: object) -> int:

@@ -13,12 +13,12 @@ from ase.data import chemical_symbols
 from ase.geometry import minkowski_reduce
 from scipy.spatial import cKDTree
 
+from ase_fastuma.settings import check_range
+
 if TYPE_CHECKING:
     from ase import Atoms
 
 MAX_ATOMIC_NUMBER = 99  # the embeddings of these models have 100 rows, the first unused
-CHARGES = (-100, 100)  # the range of the charge embedding
-SPINS = (0, 100)
 
 _REVERSED = np.array([[1.0], [1.0], [-1.0]])
 # Cell vectors shorter than this (A), or closer to the plane of the others, span no cell.
@@ -158,9 +158,11 @@ def _fault(atoms: Atoms, charge: int, spin: int) -> ValueError | None:
             fractional = numbers != numbers.astype(np.int64)
         if fractional.any():
             return ValueError(f"numbers: expected integers, got {numbers[fractional].tolist()}")
-    for name, value, (low, high) in (("charge", charge, CHARGES), ("spin", spin, SPINS)):
-        if not low <= value <= high:
-            return ValueError(f"{name}: expected {low} to {high}, got {value}")
+    try:
+        check_range("charge", charge)
+        check_range("spin", spin)
+    except ValueError as error:
+        return error.with_traceback(None)
     return None
 
 

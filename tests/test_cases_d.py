@@ -114,6 +114,8 @@ def test_D7_other_charges_and_spins_are_refused(
 def test_D7_charges_and_spins_out_of_range(make: Callable, name: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"{name}: expected .* got {value}"):
         energy(systems.water(), make(task="omol"), **{name: value})
+    with pytest.raises(ValueError, match=f"{name}: expected .* got {value}"):
+        make(task="omol", **{name: value})
 
 
 def test_D7_charge_from_extended_xyz(make: Callable, tmp_path: Path) -> None:
