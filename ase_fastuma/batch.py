@@ -87,7 +87,7 @@ def evaluate(
     wanted = _wanted(properties)
     if errors not in ("raise", "return"):
         raise ValueError(f"errors: expected 'raise' or 'return', got {errors!r}")
-    if isinstance(structures, Atoms) or not isinstance(structures, Iterable):
+    if isinstance(structures, Atoms) or not (hasattr(structures, "__iter__") or hasattr(structures, "__getitem__")):
         got = "a single one" if isinstance(structures, Atoms) else type(structures).__name__
         raise TypeError(f"structures: expected an iterable of structures, got {got}")
     calc = calculator if isinstance(calculator, FastUMACalculator) else FastUMACalculator(calculator)

@@ -432,13 +432,14 @@ class FusedBackend:
         scalars[:, 0] = network.atoms[numbers]
         x, h = self._add_norm(x, scalars, network.norms[0], members)
         traced(x, h)
+        balanced = self._balanced(members)
         convolve = convolution.edge_convolution_reference if self._plain else convolution.edge_convolution
         for layer, norm in zip(network.layers, network.norms[1:], strict=True):
             convolved = convolve(h, vectors, geometry, layer.convolution)
             x, h = self._add_norm(x, convolved, layer.norm, members)
             update = layer.atomwise.plain(h) if self._plain else atomwise(h, layer.atomwise)
             traced(convolved, x, h, update)
-            for channels, total in self._balanced(members):
+            for channels, total in balanced:
                 x, update = self._balanced_sum(x, update, channels, total, members), None
             x, h = self._add_norm(x, update, norm, members)
             traced(x, h)
@@ -464,9 +465,12 @@ class FusedBackend:
 
     def _balanced(self, members: Members) -> list[tuple[slice, int | Tensor]]:
         """Channels whose scalars are shifted, and what they then sum to: the charge, and the spin less one."""
-        arch = self._architecture
-        totals = ((arch.charge_balanced_channels, members.charge), (arch.spin_balanced_channels, members.spin - 1))
-        return [(slice(min(channels), max(channels) + 1), total) for channels, total in totals if channels]
+        arch, found = self._architecture, list[tuple[slice, int | Tensor]]()
+        if channels := arch.charge_balanced_channels:
+            found.append((slice(min(channels), max(channels) + 1), members.charge))
+        if channels := arch.spin_balanced_channels:
+            found.append((slice(min(channels), max(channels) + 1), members.spin - 1))
+        return found
 
     def _balanced_sum(
         self, x: Tensor, y: Tensor | None, channels: slice, total: int | Tensor, members: Members

@@ -75,7 +75,7 @@ def _displaced(atoms: Atoms, indices: np.ndarray, coordinates: np.ndarray, step:
             yield moved
 
 
-def _described(calc: FastUMACalculator, atoms: Atoms, indices: np.ndarray, step: float) -> dict[str, np.ndarray]:
+def _described(calc: FastUMACalculator, atoms: Atoms, indices: np.ndarray, step: float) -> dict[str, Any]:
     """What rows depend on, as a file holds it."""
     model = [calc.checkpoint.digest, *calc._state(atoms), calc.parameters["precision"]]
     return {

@@ -145,7 +145,7 @@ def systems_of(
 
 
 def _fault(atoms: Atoms, charge: int, spin: int) -> ValueError | None:
-    """What shows without a look at arrays."""
+    """What shows for a structure alone: its arrays may not fit each other, nor be laid beside those of others."""
     if len(atoms) == 0:
         return ValueError("atoms: expected at least one atom, got none")
     numbers, positions = atoms.numbers, atoms.positions
@@ -174,15 +174,24 @@ def spanned_volume(cell: np.ndarray) -> float:
 
 
 class _Lattices(NamedTuple):
-    """Volumes of cells [S], negative of left-handed ones; distances between their opposite faces [S, 3]; skewed [S]."""
+    """What is known of cells. The last are kept: most structures keep their cell.
+
+    | field | meaning |
+    |---|---|
+    | volumes | A^3, negative of left-handed ones [S] |
+    | heights | distances between opposite faces, A; NaN where a cell spans nothing [S, 3] |
+    | skewed | whether a vector is `_SKEWED` times longer than the height along it [S] |
+    | near | whether all numbers are up to `_FARTHEST` [S] |
+    """
 
     volumes: np.ndarray
     heights: np.ndarray
     skewed: np.ndarray
+    near: np.ndarray
 
     @classmethod
     def of(cls, cells: np.ndarray) -> _Lattices:
-        """Of cells [S, 3, 3]; NaN where a cell spans nothing. The last are kept: most structures keep their cell."""
+        """Of cells [S, 3, 3]."""
         return _lattices(cells.tobytes())
 
 
@@ -195,7 +204,8 @@ def _lattices(cells: bytes) -> _Lattices:
         areas = np.linalg.norm(_cross(vectors[:, [1, 2, 0]], vectors[:, [2, 0, 1]]), axis=2)
         heights = np.abs(volumes)[:, None] / areas
         skewed = (np.linalg.norm(vectors, axis=2) > _SKEWED * heights).any(axis=1)
-        found = _Lattices(volumes, heights, skewed)
+        near = np.all(np.abs(vectors) <= _FARTHEST, axis=(1, 2))
+        found = _Lattices(volumes, heights, skewed, near)
     for array in found:
         array.flags.writeable = False
     return found
@@ -236,8 +246,8 @@ class _Arrays:
         """What is wrong with which structure. Those that may be at fault are looked at one by one."""
         axes = self.pbc.sum(axis=1)
         # A vector of its own has every axis that is far from the plane of the others. NaN is not.
-        doubtful = (axes > 0) & ~((axes == 3) & (self.lattices.heights > 2 * _FLAT).all(axis=1))
-        doubtful |= (axes > 0) & ~(np.abs(self.cells) <= _FARTHEST).all(axis=(1, 2))
+        sound = (self.lattices.heights > 2 * _FLAT).all(axis=1) & self.lattices.near
+        doubtful = (axes > 0) & ~((axes == 3) & sound)
         near = np.abs(self.positions) <= _FARTHEST  # NaN is not
         if not (self.numbers.min() >= 1 and self.numbers.max() <= MAX_ATOMIC_NUMBER and near.all()):
             known = (self.numbers >= 1) & (self.numbers <= MAX_ATOMIC_NUMBER)
@@ -322,8 +332,13 @@ def _check_cell(cell: np.ndarray, pbc: np.ndarray) -> None:
         raise ValueError(f"cell: expected finite numbers, got {cell.tolist()}")
     if (np.abs(cell[pbc]) > _FARTHEST).any():
         raise ValueError(f"cell: expected numbers up to {_FARTHEST:g} A, got {cell.tolist()}")
+    with np.errstate(under="ignore"):  # next to nothing is nothing
+        _check_span(cell, pbc)
+
+
+def _check_span(cell: np.ndarray, pbc: np.ndarray) -> None:
     for axis in np.flatnonzero(pbc):
-        if np.abs(cell[axis]).max() < _FLAT:
+        if np.linalg.norm(cell[axis]) < _FLAT:
             raise ValueError(
                 f"cell: axis {axis} is periodic and needs a vector, got {cell[axis].tolist()}; "
                 f"set pbc[{axis}] to False or the cell"

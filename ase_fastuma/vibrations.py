@@ -147,8 +147,8 @@ def normal_modes(atoms: Atoms, indices: Sequence[int] | None = None, **options: 
     if not hasattr(atoms.calc, "get_hessian"):
         raise TypeError(f"atoms.calc: expected a FastUMACalculator, got {atoms.calc!r}")
     masses = atoms.get_masses()
-    if not ((masses > 0) & np.isfinite(masses)).all():
-        wrong = np.flatnonzero(~((masses > 0) & np.isfinite(masses))).tolist()
+    wrong = np.flatnonzero(~((masses > 0) & np.isfinite(masses))).tolist()
+    if wrong:
         raise ValueError(f"atoms: expected positive masses, got {masses[wrong].tolist()} for atoms {wrong}")
     if indices is None:
         indices = VibrationsData.indices_from_constraints(atoms)

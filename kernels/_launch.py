@@ -94,8 +94,8 @@ _SMALL_SHALLOW_TILES = (MatmulTile(64, 128, 32, 4, 4), MatmulTile(64, 64, 32, 4,
 
 
 # Products of more rows than these have other tiles: higher ones no longer leave an H200's multiprocessors idle (of 128
-# rows and columns, 2048 rows of UMA-S have a tile for each, 16384 have eight). So have rows in groups of three times
-# one of these heights, which are those of the tables.
+# rows and columns, 2048 rows of UMA-S have a tile or more for each, 16384 eight or more). So have rows in groups of
+# three times one of these heights, which are those of the tables.
 _FEW_ROWS, _MANY_ROWS = 2047, 16384
 _HEIGHTS = (64, 128, 256)
 
@@ -170,8 +170,8 @@ def hopper_tile(
 def library_multiplies(rows: int, shapes: Sequence[tuple[int, int]], device: torch.device) -> bool:
     """Whether the vendor's library is the fastest for halves without a bias: it takes a launch for each block.
 
-    It was on an H200, by 4 to 28 % for UMA-S's products of 80,128 rows, and no faster below 16384 rows; other GPUs were
-    not measured. `shapes`: (K_b, N_b) of the blocks, all of which must be multiples of 8.
+    It was on an H200 (`benchmarks/NOTES.md`); other GPUs were not measured. `shapes`: (K_b, N_b) of the blocks, all of
+    which must be multiples of 8.
     """
     return device.type == "cuda" and rows > _MANY_ROWS and not any(size % 8 for shape in shapes for size in shape)
 

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._compile import kernel
-from ._device import store_value, wait_for_previous
+from ._device import LEAST_UNSCALE, store_value, wait_for_previous
 from ._launch import cdiv
 from .linear import BlockWeights
 from .operand import HALF_TOP, SPLIT_OF_KIND, Operand
@@ -162,5 +162,5 @@ def mixed_weights(experts: ExpertBlocks, coefficients: np.ndarray, bias: Tensor 
 def _powers(growth: np.ndarray, shift: float, device: torch.device) -> Tensor:
     """Powers of two at or above growth [G] and shift: [G, 2]."""
     bounds = np.stack([growth, np.full_like(growth, shift)], axis=1)
-    found = np.ldexp(1.0, np.frexp(np.maximum(bounds, 2.0**-100))[1])
+    found = np.ldexp(1.0, np.frexp(np.maximum(bounds, LEAST_UNSCALE.value / 2))[1])
     return torch.from_numpy(found.astype(np.float32)).to(device)

@@ -10,8 +10,8 @@ kind       storage                                     a product of two such ope
 =========  ==========================================  ==================================================
 
 Scales are exact powers of two, so splitting loses nothing but what lies below 22 (11) significant bits; the halves of a
-row can neither overflow nor lose their small entries, whatever the row's magnitude. (Halves that
-products store, and weights of kind "half", have scales from bounds instead: :mod:`.linear`.)
+row can neither overflow nor lose their small entries, whatever the row's magnitude. (Halves that products store, and
+weights of kind "half", have scales from bounds instead: :mod:`.linear`.)
 """
 
 from __future__ import annotations

@@ -842,8 +842,9 @@ def symmetric_contraction(
     x = x.float() if x.element_size() < 4 else x
     weights = weights.float() if weights.element_size() < 4 else weights
     if not runs_kernels(x):
-        if ((species < 0) | (species >= weights.shape[0])).any():
-            raise IndexError(f"species: expected 0 to {weights.shape[0] - 1}, got {species.tolist()}")
+        outside = (species < 0) | (species >= weights.shape[0])
+        if outside.any():
+            raise IndexError(f"species: expected 0 to {weights.shape[0] - 1}, got {int(species[outside][0])}")
         return reference.symmetric_contraction(x, species, weights, spec, layout)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         trained = torch.is_grad_enabled() and weights.requires_grad
