@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from ase_fastuma.kernels.linear import BlockWeights
 from ase_fastuma.kernels.norm_tangent import add_rms_norm_tangent
 from ase_fastuma.kernels.radial_tangent import envelope_curvature, hidden_with_curvature, silu_with_derivatives
 from ase_fastuma.network import Network, Norm
-from ase_fastuma.replay import EdgeInputs, Recorded, record
+from ase_fastuma.replay import EdgeInputs, GraphPool, Recorded
 
 # Rows (edges times directions) of the products: enough to fill the largest GPU, and some 0.5 GB of float32 for UMA-S.
 _ROWS = 1 << 15
@@ -118,7 +118,11 @@ class Recordings:
         """`kept` keys stay."""
         self._kept = kept
         self._entries: OrderedDict[Hashable, _Recording | None] = OrderedDict()
-        self._pool: Any = None  # torch keeps the type of its handles to itself
+        self._pool = GraphPool(self._forget)
+
+    def _forget(self) -> None:
+        for key in self._entries:
+            self._entries[key] = None
 
     def run(self, key: Hashable, inputs: EdgeInputs, body: Callable[[EdgeInputs], Tensor]) -> np.ndarray | None:
         """What `body` makes of the edges; None for a key that is new. The key names all that the body reads besides."""
@@ -126,17 +130,12 @@ class Recordings:
         if key not in self._entries:
             self._entries[key] = None
         elif self._entries[key] is None:
-            self._entries[key] = _Recording.of(inputs, body, self._pooled())
+            self._entries[key] = _Recording.of(inputs, body, self._pool)
         self._entries.move_to_end(key)
         while len(self._entries) > self._kept:
             self._entries.popitem(last=False)
         recording = self._entries[key]
         return None if recording is None else recording.run(inputs)
-
-    def _pooled(self) -> Any:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        return self._pool
 
 
 class _Recording(NamedTuple):
@@ -147,9 +146,9 @@ class _Recording(NamedTuple):
     recorded: Recorded
 
     @classmethod
-    def of(cls, inputs: EdgeInputs, body: Callable[[EdgeInputs], Tensor], pool: Any) -> _Recording:
+    def of(cls, inputs: EdgeInputs, body: Callable[[EdgeInputs], Tensor], pool: GraphPool) -> _Recording:
         own = EdgeInputs(*(t.clone() for t in inputs))
-        return cls(own, body, record(functools.partial(body, own), pool))
+        return cls(own, body, pool.record(functools.partial(body, own), inputs.numbers.shape[0], inputs.num_edges))
 
     def run(self, inputs: EdgeInputs) -> np.ndarray:
         for own, given in zip(self.inputs, inputs, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ase_fastuma.graph import upload
 from ase_fastuma.kernels.many_neighbours import Bins, EdgeRoom
-from ase_fastuma.replay import EdgeInputs, capacity, record, spare
+from ase_fastuma.replay import EdgeInputs, GraphPool, capacity, spare
 from ase_fastuma.system import COINCIDENT
 
 if TYPE_CHECKING:
@@ -27,12 +27,17 @@ if TYPE_CHECKING:
 class RepeatedPack:
     """A pack in the fused backend. Where launching a pass takes longer than running it, the pass is recorded."""
 
-    def __init__(self, architecture: Architecture, pack: Pack, patience: int, pool: Any = None) -> None:
-        """Record after so many evaluations (it costs some three), with memory from a pool of CUDA graphs."""
+    def __init__(self, architecture: Architecture, pack: Pack, patience: int, pool: GraphPool | None = None) -> None:
+        """Record after so many evaluations (it costs some three), with memory from this pool or one of its own."""
         self.pack = pack
-        self._architecture, self._patience, self._pool = architecture, patience, pool
+        self._architecture, self._patience = architecture, patience
+        self._pool = pool or GraphPool(self.forget)
         self._evaluations = 0
         self._recordings: dict[bool, _Recording] = {}
+
+    def forget(self) -> None:
+        """Drop what is recorded."""
+        self._recordings.clear()
 
     def run(self, engine: FusedBackend, positions: Tensor, bins: Bins, derivatives: bool) -> tuple[Tensor, bool]:
         """What the engine's `step_pack` gives, which stays until the next run, and whether all of it is finite."""
@@ -51,7 +56,8 @@ class RepeatedPack:
         if self._evaluations > self._patience and inputs.symmetric and engine.recordable(self.pack, room):
             step = functools.partial(engine.step_pack, self.pack, derivatives=derivatives)
             limits, weights = _Limits(room, cutoff, max_neighbours), engine.weights_of(self.pack)
-            self._recordings[derivatives] = _Recording(self.pack, step, limits, positions, bins, weights, self._pool)
+            recording = _Recording(self.pack, step, limits, positions, bins, weights, self._pool)
+            self._recordings[derivatives] = recording
         return flat, bool(flat.isfinite().all())
 
 
@@ -59,21 +65,21 @@ class HostPack:
     """A repeated pack with positions and cells from the host, and results to it."""
 
     def __init__(self, repeated: RepeatedPack, cutoff: float) -> None:
-        self._repeated, self._cutoff = repeated, cutoff
+        self.repeated, self._cutoff = repeated, cutoff
         self.order = repeated.pack.order
         self._cells: bytes | None = None
         self._bins: Bins
 
     def run(self, engine: FusedBackend, ordered: Sequence[System], derivatives: bool) -> tuple[np.ndarray, bool]:
         """`RepeatedPack.run` for systems in the order of the pack."""
-        device = self._repeated.pack.numbers.device
+        device = self.repeated.pack.numbers.device
         cells = np.stack([system.cell for system in ordered])
         # Vectors of open axes make no difference, and change with the atoms.
         key = np.where(np.stack([system.pbc for system in ordered])[:, :, None], cells, 0.0).tobytes()
         if key != self._cells:
-            self._bins, self._cells = self._repeated.pack.bins(upload(cells, device), self._cutoff), key
+            self._bins, self._cells = self.repeated.pack.bins(upload(cells, device), self._cutoff), key
         positions = upload(np.concatenate([system.positions for system in ordered]), device)
-        flat, finite = self._repeated.run(engine, positions, self._bins, derivatives)
+        flat, finite = self.repeated.run(engine, positions, self._bins, derivatives)
         return flat.cpu().numpy(), finite
 
 
@@ -83,15 +89,17 @@ class Repeats:
     def __init__(self, architecture: Architecture, kept: int = 4, patience: int = 2) -> None:
         self._architecture, self._kept, self._patience = architecture, kept, patience
         self._packs: OrderedDict[tuple, HostPack] = OrderedDict()
-        self._pool: Any = None  # one for all recordings, none of which runs beside another
+        self._pool = GraphPool(self._forget)
+
+    def _forget(self) -> None:
+        for pack in self._packs.values():
+            pack.repeated.forget()
 
     def of(self, engine: FusedBackend, systems: Sequence[System]) -> HostPack:
         """The pack of systems of one task: the same as long as only positions and cells differ."""
         key = (systems[0].task, *((s.numbers.tobytes(), s.pbc.tobytes(), s.charge, s.spin) for s in systems))
         found = self._packs.get(key)
         if found is None:
-            if self._pool is None and torch.cuda.is_available():
-                self._pool = torch.cuda.graph_pool_handle()
             repeated = RepeatedPack(self._architecture, engine.pack(systems), self._patience, self._pool)
             found = self._packs[key] = HostPack(repeated, self._architecture.cutoff)
         self._packs.move_to_end(key)
@@ -127,14 +135,14 @@ class _Recording:
         positions: Tensor,
         bins: Bins,
         weights: Network,
-        pool: Any,
+        pool: GraphPool,
     ) -> None:
         self._limits, self._weights = limits, weights  # which the graph reads, whether others still know them or not
         self._room = EdgeRoom.of(limits.room, limits.cutoff, positions.device)
         self._positions, self._bins, self._given = positions.clone(), Bins(*(t.clone() for t in bins)), bins
         self.flat: Tensor
         with torch.cuda.device_of(positions):
-            self._recorded = record(functools.partial(self._body, pack, step), pool)
+            self._recorded = pool.record(functools.partial(self._body, pack, step), len(positions), limits.room)
 
     def _body(self, pack: Pack, step: Callable[[EdgeInputs, Members], Tensor]) -> Tensor:
         inputs, members, summary = pack.find_within(self._positions, self._bins, self._room)

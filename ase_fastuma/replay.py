@@ -72,21 +72,48 @@ class Recorded(NamedTuple):
         return self.told
 
 
-def record(body: Callable[[], Tensor], pool: Any = None) -> Recorded:
-    """Record what `body` does on the current device; the host is told what it returns.
+class GraphPool:
+    """Makes recordings of which none runs beside another, in device memory that they share: what the largest takes.
 
-    The body runs once before, so that nothing compiles while recording.
+    One that is no larger than one before finds its memory among its own. A larger one would find every block too small
+    and put its own beside them, so that structures which grow step by step would fill the device: it begins anew, and
+    all before it are forgotten.
     """
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        out = body()
-        told = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
-        del out
-    torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-        told.copy_(body(), non_blocking=True)
-    return Recorded(graph, told)
+
+    def __init__(self, forget: Callable[[], None]) -> None:
+        """`forget` drops every recording that was made here."""
+        self._forget = forget
+        self._largest = (0, 0)
+        self._handle: Any = None  # torch keeps the type of its handles to itself
+        self._stream: Any = None
+
+    def record(self, body: Callable[[], Tensor], num_atoms: int, num_edges: int) -> Recorded:
+        """Record what `body` does on the current device for so many atoms and edges; the host is told what it returns.
+
+        The body runs once before, so that nothing compiles while recording.
+        """
+        self._make_room(num_atoms, num_edges)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            out = body()
+            told = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
+            del out
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._handle, stream=self._stream, capture_error_mode="thread_local"):
+            told.copy_(body(), non_blocking=True)
+        return Recorded(graph, told)
+
+    def _make_room(self, num_atoms: int, num_edges: int) -> None:
+        largest = (max(num_atoms, self._largest[0]), max(num_edges, self._largest[1]))
+        if largest == self._largest:
+            return
+        if self._handle is None:
+            self._stream = torch.cuda.Stream()  # one, as torch hands out memory of a stream on that stream alone
+        else:
+            self._forget()
+            torch.cuda.empty_cache()  # else what they held stays with this process
+        self._largest, self._handle = largest, torch.cuda.graph_pool_handle()
 
 
 def spare(num_edges: int) -> int:
@@ -102,9 +129,9 @@ def capacity(num_edges: int) -> int:
 class _Recording:
     """One evaluation as a CUDA graph; numbers go in and out through pinned host memory."""
 
-    def __init__(self, num_atoms: int, capacity: int, cutoff: float, device: torch.device, pool: Any) -> None:
+    def __init__(self, num_atoms: int, capacity: int, cutoff: float, device: torch.device) -> None:
         self.capacity = capacity
-        self._cutoff, self._num_atoms, self._pool = cutoff, num_atoms, pool
+        self._cutoff, self._num_atoms = cutoff, num_atoms
         self._room = EdgeRoom.of(capacity, cutoff, device)
         self._input = torch.zeros(4 * num_atoms + NUMBERS, dtype=torch.float64).pin_memory()
         self._on_device = torch.empty_like(self._input, device=device)
@@ -116,9 +143,9 @@ class _Recording:
         values[3 * n : 4 * n] = system.numbers
         values[4 * n :] = search_numbers(system.cell, system.pbc.tolist(), self._cutoff, n)
 
-    def record(self, step: Step) -> None:
+    def record(self, step: Step, pool: GraphPool) -> None:
         """Record for the system that is filled in."""
-        self._recorded = record(functools.partial(self._body, step), self._pool)
+        self._recorded = pool.record(functools.partial(self._body, step), self._num_atoms, self.capacity)
 
     def _body(self, step: Step) -> Tensor:
         n = self._num_atoms
@@ -150,7 +177,11 @@ class Replays:
         """For edges up to `cutoff` (A), at most `max_neighbours` into an atom; `kept` keys stay."""
         self._cutoff, self._max_neighbours, self._kept = cutoff, max_neighbours, kept
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
-        self._pool: Any = None  # torch keeps the type of its handles to itself
+        self._pool = GraphPool(self._forget)
+
+    def _forget(self) -> None:
+        for entry in self._entries.values():
+            entry.recordings.clear()
 
     def saw(self, key: Hashable, num_edges: int) -> None:
         """Tell how many edges an evaluation had that ran without a recording, and should have one next time."""
@@ -175,12 +206,10 @@ class Replays:
             recording = min(fitting, key=lambda r: r.capacity)
             recording.fill(system)
         else:
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
             with torch.inference_mode(False):
-                recording = _Recording(len(system.numbers), capacity(entry.last), self._cutoff, device, self._pool)
+                recording = _Recording(len(system.numbers), capacity(entry.last), self._cutoff, device)
                 recording.fill(system)
-                recording.record(step)
+                recording.record(step, self._pool)
             entry.recordings = [*entry.recordings[-3:], recording]
         out = recording.run()
         num_edges, most, shortest = out[-3:]

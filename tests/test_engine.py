@@ -19,6 +19,7 @@ from tolerances import FORCE_ERROR
 from ase_fastuma.checkpoint import load_checkpoint
 from ase_fastuma.engine import FusedBackend
 from ase_fastuma.general import GeneralBackend
+from ase_fastuma.replay import GraphPool
 from ase_fastuma.settings import Settings
 from ase_fastuma.system import System
 
@@ -311,6 +312,53 @@ def test_replays_follow_the_edges(backends):
                 engine.evaluate(system(moved), ALL), backends().evaluate(system(moved), ALL), FORCE_ERROR["accurate"]
             )
     assert any(entry.recordings for entry in engine._replays._entries.values()), "nothing was recorded"
+
+
+def reserved() -> int:
+    """Bytes of the GPU that torch cannot give back."""
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
+
+@pytest.mark.gpu
+def test_recordings_share_memory():
+    """One that is no larger than one before takes no more memory; with a larger one those before it are forgotten."""
+    forgotten, recordings = [], []
+
+    def forget():
+        forgotten.append(len(recordings))
+        recordings.clear()
+
+    def body(mebibytes):
+        return torch.ones(mebibytes << 18, device="cuda").mean(dim=0, keepdim=True)
+
+    pool, before = GraphPool(forget), reserved()
+    for size in (64, 64, 56, 64, 48):
+        recordings.append(pool.record(functools.partial(body, size), 1, size))
+    assert reserved() - before < 100 << 20
+    for size in range(72, 200, 8):
+        recordings.append(pool.record(functools.partial(body, size), 1, size))
+        assert recordings[-1].run().item() == pytest.approx(1.0, abs=1e-5)
+    assert forgotten == [5, *(1,) * 15]
+    assert reserved() - before < 300 << 20
+
+
+@pytest.mark.gpu
+def test_changing_structures_do_not_fill_the_device(standin):
+    """A crystal that is pressed step by step and then to and fro, alone and in a pack, holds what one state needs."""
+    pressed = [*np.geomspace(1.0, 0.8, 10), *np.random.default_rng(0).uniform(0.8, 1.0, 12)]
+
+    def held(scales):
+        engine, before = FusedBackend(load_checkpoint(standin), Settings(device="cuda", precision="fast")), reserved()
+        for scale in scales:
+            atoms = bulk("Cu", cubic=True) * (4, 4, 4)
+            atoms.set_cell(atoms.cell.array * scale, scale_atoms=True)
+            for _ in range(4):
+                engine.evaluate(system(atoms), ALL)
+                engine.evaluate_many([system(atoms), system(atoms[:-1])], ALL)
+        return reserved() - before
+
+    assert held(pressed) < 2 * held([0.8])
 
 
 @pytest.mark.gpu

@@ -25,7 +25,7 @@ from ase_fastuma.engine import FusedBackend
 from ase_fastuma.evaluation import evaluate_products
 from ase_fastuma.general import GeneralBackend
 from ase_fastuma.hessian import analytic_hessian, chosen_atoms
-from ase_fastuma.replay import EdgeInputs
+from ase_fastuma.replay import EdgeInputs, GraphPool
 from ase_fastuma.settings import Settings
 from ase_fastuma.system import System
 
@@ -100,8 +100,7 @@ def test_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made the second time, of the structure that is there then; those least used give way."""
     recorded, calls = [], []
 
-    def record(body: Callable[[], torch.Tensor], pool: object) -> Eager:
-        assert pool == "pool"
+    def record(_: GraphPool, body: Callable[[], torch.Tensor], *size: int) -> Eager:
         recorded.append(body)
         return Eager(body)
 
@@ -113,8 +112,7 @@ def test_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
         numbers = [torch.randint(9, (count,)) for _ in range(6)]
         return EdgeInputs(*numbers[:3], torch.rand(count, 3), *numbers[3:])
 
-    monkeypatch.setattr(curvature, "record", record)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(GraphPool, "record", record)
     recordings = curvature.Recordings(kept=2)
     assert recordings.run("a", edges(3), body) is None
     assert recordings.run("a", edges(4), body) is None

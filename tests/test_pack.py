@@ -17,6 +17,7 @@ from tolerances import FORCE_ERROR
 from ase_fastuma import repeats
 from ase_fastuma.checkpoint import Checkpoint, load_checkpoint
 from ase_fastuma.engine import FusedBackend
+from ase_fastuma.replay import GraphPool
 from ase_fastuma.settings import Settings
 from ase_fastuma.system import System
 
@@ -136,7 +137,7 @@ def test_packs_that_come_again(checkpoint, device, monkeypatch):
     engine = FusedBackend(checkpoint, Settings(device=device, precision="accurate"))
     monkeypatch.setattr(engine, "_repeats", repeats.Repeats(checkpoint.architecture, patience=0))
     if device == "cpu":  # no CUDA graph: the same work, launched again
-        monkeypatch.setattr(repeats, "record", lambda body, _: SimpleNamespace(run=body))
+        monkeypatch.setattr(GraphPool, "record", lambda _, body, *size: SimpleNamespace(run=body))
         monkeypatch.setattr(FusedBackend, "recordable", lambda *_: True)
     monkeypatch.setattr(repeats, "capacity", lambda num_edges: num_edges + 2)
     original, replays = repeats._Recording.run, []

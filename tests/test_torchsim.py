@@ -21,6 +21,7 @@ from tolerances import SAME_STRUCTURE
 
 from ase_fastuma import FastUMACalculator, repeats, resident
 from ase_fastuma.engine import FusedBackend
+from ase_fastuma.replay import GraphPool
 from ase_fastuma.selection import Selection
 
 with warnings.catch_warnings():
@@ -269,14 +270,14 @@ def test_faults_on_the_device(fused: FastUMAModel, watched: list[str]) -> None:
 def recorded(fused: FastUMAModel, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is recorded and replayed: at once, with room for two more edges, and on the CPU without a CUDA graph."""
     done: list[str] = []
-    original = repeats.record if fused.device.type == "cuda" else lambda body, pool: SimpleNamespace(run=body)
+    original = GraphPool.record if fused.device.type == "cuda" else lambda _, body, *size: SimpleNamespace(run=body)
 
-    def record(body: Callable[[], torch.Tensor], pool: Any) -> Any:
+    def record(pool: GraphPool, body: Callable[[], torch.Tensor], *size: int) -> Any:
         done.append("record")
-        graph = original(body, pool)
+        graph = original(pool, body, *size)
         return SimpleNamespace(run=lambda: (done.append("replay"), graph.run())[1])
 
-    monkeypatch.setattr(repeats, "record", record)
+    monkeypatch.setattr(GraphPool, "record", record)
     monkeypatch.setattr(resident, "_PATIENCE", 0)
     monkeypatch.setattr(repeats, "capacity", lambda num_edges: num_edges + 2)
     monkeypatch.setattr(repeats, "spare", lambda num_edges: 2)
